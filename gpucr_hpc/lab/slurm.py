@@ -1,0 +1,86 @@
+"""Slurm's commands in the lab, for tests: submit, look, wait."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from gpucr_hpc import proc
+from gpucr_hpc.errors import LabError
+from gpucr_hpc.lab.conf import CONTROLLER
+from gpucr_hpc.lab.wait import wait_until
+
+DATA_PARSER = "v0.0.42"  # both Slurm 24.11 and 26.05 have it
+_FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
+
+Job = dict[str, Any]
+
+
+class SlurmCommands:
+    """Mixed into Lab, which has `exec`."""
+
+    def exec(
+        self,
+        node: str,
+        argv: Sequence[str],
+        user: str | None = None,
+        stdin: str | None = None,
+        check: bool = True,
+        timeout_s: float | None = None,
+    ) -> proc.Result:
+        raise NotImplementedError
+
+    def sbatch(self, text: str, user: str, *options: str) -> int:
+        """Submit a batch script from the user's home on the controller; the job id."""
+        argv = ["sbatch", "--parsable", *options]
+        return int(self.exec(CONTROLLER, argv, user=user, stdin=text).stdout.split(";")[0])
+
+    def job(self, job_id: int) -> Job:
+        """The job as `scontrol show job --json` has it; LabError when Slurm does not know it (any more)."""
+        argv = ["scontrol", "show", "job", str(job_id), f"--json={DATA_PARSER}"]
+        done = self.exec(CONTROLLER, argv, check=False)
+        jobs = json.loads(done.stdout)["jobs"] if done.stdout.startswith("{") else []
+        if not jobs:
+            raise LabError(reason=f"job {job_id}: Slurm does not know it: {done.stderr.strip()}")
+        job: Job = jobs[0]
+        return job
+
+    def jobs(self) -> list[Job]:
+        """All jobs that are not over."""
+        done = self.exec(CONTROLLER, ["squeue", f"--json={DATA_PARSER}"])
+        return [job for job in json.loads(done.stdout)["jobs"] if not _FINAL & set(job["job_state"])]
+
+    def wait_job(self, job_id: int, wanted: str | Callable[[Job], bool], timeout_s: float = 60.0) -> Job:
+        """Wait for a state (`RUNNING`) or for a predicate of the job; return the job then.
+
+        LabError as soon as the job is over and is not what was waited for: it cannot become it any more.
+        """
+        if isinstance(wanted, str):
+            state, what = wanted, f"to be {wanted}"
+
+            def matches(job: Job) -> bool:
+                # A job that still ends is ["COMPLETED", "COMPLETING"]: over only when it is COMPLETED alone.
+                return state in job["job_state"] and ("COMPLETING" not in job["job_state"] or state == "COMPLETING")
+        else:
+            matches, what = wanted, "to be as wanted"
+
+        def look() -> Job | None:
+            job = self.job(job_id)
+            if matches(job):
+                return job
+            if _FINAL & set(job["job_state"]) and "COMPLETING" not in job["job_state"]:
+                code = job.get("exit_code", {}).get("return_code", {}).get("number")
+                raise LabError(reason=f"job {job_id} is over, {job['job_state']}, exit code {code}; wanted: {what}")
+            return None
+
+        job = wait_until(look, timeout_s, f"job {job_id} {what}")
+        assert job is not None
+        return job
+
+    def cancel_all(self) -> None:
+        """Cancel every job and wait until none is left."""
+        ids = [str(job["job_id"]) for job in self.jobs()]
+        if ids:
+            self.exec(CONTROLLER, ["scancel", *ids], check=False)
+        wait_until(lambda: not self.jobs(), 60, "the end of all jobs")
