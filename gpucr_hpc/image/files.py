@@ -1,0 +1,114 @@
+"""Reads and writes at an offset, for files with a descriptor and for those in memory.
+
+Who calls: writer and reader. pread and pwrite need no lock, so several workers can be in one pack at once; a
+file without a descriptor (MemoryStore) is served under a lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import stat
+import threading
+from typing import BinaryIO
+
+from gpucr_hpc.errors import store_error
+
+#: Pipes are made this large: the default maximum for a process without privilege.
+PIPE_BYTES = 1 << 20
+
+
+def widen_pipe(fd: int) -> None:
+    """Make a pipe 1 MiB large; a refusal (the user's limit) only costs time. Raises OSError for a bad fd."""
+    if stat.S_ISFIFO(os.fstat(fd).st_mode):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+
+
+def wait_for(fd: int, event: int) -> None:
+    """Wait until a non-blocking descriptor can go on; event: select.POLLIN or POLLOUT."""
+    poll = select.poll()
+    poll.register(fd, event)
+    poll.poll()
+
+
+def _descriptor(file: BinaryIO) -> int | None:
+    try:
+        return file.fileno()
+    except (OSError, AttributeError):
+        return None
+
+
+class PlacedFile:
+    """An open object of a store; `path` is for messages. OSError becomes StoreFull or StoreError."""
+
+    def __init__(self, file: BinaryIO, path: str) -> None:
+        self.path = path
+        self._file = file
+        self._fd = _descriptor(file)
+        self._lock = threading.Lock()
+
+    def size(self) -> int:
+        """Size in bytes."""
+        try:
+            if self._fd is not None:
+                return os.fstat(self._fd).st_size
+            with self._lock:
+                return self._file.seek(0, os.SEEK_END)
+        except OSError as error:
+            raise store_error(self.path, error) from None
+
+    def read_into(self, room: memoryview, offset: int) -> int:
+        """Fill `room` from `offset`; the number of bytes, fewer only at the end of the file."""
+        done = 0
+        try:
+            while done < len(room):
+                if self._fd is not None:
+                    count = os.preadv(self._fd, [room[done:]], offset + done)
+                else:
+                    with self._lock:
+                        self._file.seek(offset + done)
+                        part = self._file.read(len(room) - done)
+                    count = len(part)
+                    room[done : done + count] = part
+                if not count:
+                    break
+                done += count
+        except OSError as error:
+            raise store_error(self.path, error) from None
+        return done
+
+    def write_at(self, data: memoryview | bytes, offset: int) -> None:
+        """Write all of `data` at `offset`."""
+        left = memoryview(data)
+        try:
+            while left:
+                if self._fd is not None:
+                    count = os.pwrite(self._fd, left, offset)
+                else:
+                    with self._lock:
+                        self._file.seek(offset)
+                        count = self._file.write(left)
+                left = left[count:]
+                offset += count
+        except OSError as error:
+            raise store_error(self.path, error) from None
+
+    def sync(self) -> None:
+        """fsync, where there is something to sync."""
+        try:
+            if self._fd is not None:
+                os.fsync(self._fd)
+            else:
+                self._file.flush()
+        except OSError as error:
+            raise store_error(self.path, error) from None
+
+    def close(self) -> None:
+        """Close the file; twice is fine. On some file systems a full disk shows only here."""
+        try:
+            self._file.close()
+        except OSError as error:
+            raise store_error(self.path, error) from None

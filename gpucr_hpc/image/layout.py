@@ -1,0 +1,187 @@
+"""Bytes of pack headers and of the index. Pure functions; docs/format.md has the same tables.
+
+Who calls: writer (pack), reader (unpack). Nothing here is trusted before the index object has been checked
+against the signed manifest and opened with the image key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gpucr_hpc.errors import FormatUnknown, IntegrityError, UsageError
+from gpucr_hpc.image.chunks import CHUNK_BYTES, TAG_BYTES, ChunkKind
+from gpucr_hpc.model import FORMAT_VERSION, check_object_name
+
+PACK_MAGIC = b"GPUCRPAK"
+INDEX_MAGIC = b"GPUCRIDX"
+HEADER = struct.Struct("<8sHHHH16s32s")
+HEADER_BYTES = HEADER.size
+#: Length of the index before compression, right after its header.
+INDEX_LENGTH = struct.Struct("<Q")
+#: One chunk: offset, stored length, plain length, pack, kind, zero, tag.
+RECORD = struct.Struct("<QIIHBx16s")
+_COUNT = struct.Struct("<I")
+_STREAM = struct.Struct("<HQI")
+#: An index larger than this (46 TiB of plain data) is refused before memory is given to it.
+MAX_INDEX_BYTES = 2 << 30
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One record of the index. stored and plain are lengths in bytes; a ZERO chunk has stored 0."""
+
+    offset: int
+    stored: int
+    plain: int
+    pack: int
+    kind: int
+    tag: bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One stream of the index; `records` are its chunks in order, packed."""
+
+    name: str
+    size_bytes: int
+    records: bytes
+
+    def __len__(self) -> int:
+        return len(self.records) // RECORD.size
+
+    def chunk(self, number: int) -> Chunk:
+        """Chunk number `number`, from 0."""
+        return Chunk(*RECORD.unpack_from(self.records, number * RECORD.size))
+
+
+def pack_name(node_rank: int, pack: int) -> str:
+    """File name of a pack, such as r0000-p00.pack."""
+    return f"r{node_rank:04d}-p{pack:02d}.pack"
+
+
+def index_name(node_rank: int) -> str:
+    """File name of the index of an image, such as r0000.index."""
+    return f"r{node_rank:04d}.index"
+
+
+def header(magic: bytes, checkpoint: str, node_rank: int, number: int, salt: bytes) -> bytes:
+    """The first 64 bytes of a pack (number: its own) or of an index (number: of packs)."""
+    mark = hashlib.sha256(checkpoint.encode()).digest()[:16]
+    return HEADER.pack(magic, FORMAT_VERSION, node_rank, number, 0, mark, salt)
+
+
+def check_header(found: bytes, expected: bytes, path: str) -> None:
+    """Magic, then version, then the rest. Raises FormatUnknown, IntegrityError."""
+    if len(found) < HEADER_BYTES:
+        raise IntegrityError(path=path, reason=f"ends after {len(found)} bytes, inside its header")
+    if found[:8] != expected[:8]:
+        raise IntegrityError(path=path, reason="does not begin with its magic")
+    version = HEADER.unpack(found)[1]
+    if version != FORMAT_VERSION:
+        raise FormatUnknown(path=path, found=version, known=FORMAT_VERSION)
+    if found != expected:
+        raise IntegrityError(path=path, reason="its header is that of another checkpoint, image or pack")
+
+
+def encode_index(streams: Mapping[str, tuple[int, bytes | bytearray]]) -> bytes:
+    """Index bytes before compression, of name -> (plain size, packed records)."""
+    parts = [_COUNT.pack(len(streams))]
+    for name, (size_bytes, records) in streams.items():
+        raw = name.encode()
+        parts += (_STREAM.pack(len(raw), size_bytes, len(records) // RECORD.size), raw, bytes(records))
+    return b"".join(parts)
+
+
+def inflate(data: memoryview, plain_bytes: int, path: str) -> bytes:
+    """Decompress an index to exactly `plain_bytes`. Raises IntegrityError."""
+    if plain_bytes > MAX_INDEX_BYTES:
+        raise IntegrityError(path=path, reason=f"claims an index of {plain_bytes} bytes")
+    machine = zlib.decompressobj()
+    try:
+        plain = machine.decompress(data, plain_bytes + 1)
+    except zlib.error as error:
+        raise IntegrityError(path=path, reason=error) from None
+    if len(plain) != plain_bytes or not machine.eof or machine.unused_data:
+        raise IntegrityError(path=path, reason="its length is not what it claims")
+    return plain
+
+
+def decode_index(data: bytes, path: str) -> dict[str, Stream]:
+    """Streams by name, in the order of writing. Raises IntegrityError for anything out of shape."""
+    streams: dict[str, Stream] = {}
+    try:
+        (count,) = _COUNT.unpack_from(data)
+        at = _COUNT.size
+        for _ in range(count):
+            name_bytes, size_bytes, chunks = _STREAM.unpack_from(data, at)
+            at += _STREAM.size
+            name = check_object_name(data[at : at + name_bytes].decode())
+            at += name_bytes
+            end = at + chunks * RECORD.size
+            if end > len(data) or name in streams:
+                raise ValueError(f"stream {name}: cut short or there twice")
+            streams[name] = Stream(name, size_bytes, data[at:end])
+            at = end
+    except (ValueError, struct.error, UsageError) as error:
+        raise IntegrityError(path=path, reason=f"index: {error}") from None
+    if at != len(data):
+        raise IntegrityError(path=path, reason="index: bytes after its end")
+    return streams
+
+
+def check_geometry(streams: Mapping[str, Stream], pack_sizes: list[int], path: str) -> list[bytes]:
+    """That the chunks fill every pack without a gap and make up the streams; the tags of each pack by offset.
+
+    Raises IntegrityError. Linear in the number of chunks.
+    """
+    pieces: list[list[tuple[int, int, bytes]]] = [[] for _ in pack_sizes]
+    for stream in streams.values():
+        total = 0
+        for offset, stored, plain, pack, kind, tag in RECORD.iter_unpack(stream.records):
+            total += plain
+            if not 0 < plain <= CHUNK_BYTES or not _fits(kind, stored, plain):
+                raise IntegrityError(
+                    path=path, reason=f"index: stream {stream.name}: a chunk has a wrong shape"
+                )
+            if kind == ChunkKind.ZERO:
+                continue
+            if pack >= len(pieces):
+                raise IntegrityError(path=path, reason=f"index: stream {stream.name}: no pack {pack}")
+            pieces[pack].append((offset, stored, tag))
+        if total != stream.size_bytes:
+            raise IntegrityError(path=path, reason=f"index: stream {stream.name}: its chunks do not add up")
+    return [_tile(number, parts, pack_sizes[number], path) for number, parts in enumerate(pieces)]
+
+
+def pack_digest(head: bytes, tags: bytes) -> str:
+    """PackEntry.sha256 of a pack: over its header and the tags of its chunks by offset."""
+    return hashlib.sha256(head + tags).hexdigest()
+
+
+def _fits(kind: int, stored: int, plain: int) -> bool:
+    if kind == ChunkKind.ZERO:
+        return stored == 0
+    if kind == ChunkKind.RAW:
+        return stored == plain
+    return kind == ChunkKind.LZ4 and 0 < stored < plain
+
+
+def _tile(number: int, parts: list[tuple[int, int, bytes]], size_bytes: int, path: str) -> bytes:
+    at = HEADER_BYTES
+    tags = bytearray()
+    parts.sort()
+    for offset, stored, tag in parts:
+        if offset != at:
+            raise IntegrityError(path=path, reason=f"index: pack {number} has a gap or overlap at byte {at}")
+        at += stored
+        tags += tag
+    if at != size_bytes:
+        raise IntegrityError(
+            path=path, reason=f"index: pack {number} should have {at} bytes, not {size_bytes}"
+        )
+    assert len(tags) == TAG_BYTES * len(parts)
+    return bytes(tags)

@@ -1,0 +1,379 @@
+"""Streams of one capsule into packs, sealed, on several cores.
+
+Who calls: the engine, one thread per pipe (StreamWriter.copy_fd), then finish. A thread reads its pipe into
+a buffer of one chunk and hands the full buffer to a pool; the pool compresses, seals and writes. Reading
+never waits for another stream's data: the buffer being filled belongs to the stream, and only the number of
+chunks in flight is limited. So memory is (open streams + 2 per worker) chunks, and the index: 36 bytes per MiB of plain data.
+Buffers are used again: page faults of fresh ones cost more than the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import secrets
+import select
+import threading
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO
+
+from gpucr_hpc.errors import GpucrError, ImageError, UsageError
+from gpucr_hpc.image import layout
+from gpucr_hpc.image.chunks import (
+    CHUNK_BYTES,
+    INDEX_PACK,
+    MAX_IMAGES,
+    TAG_BYTES,
+    ChunkKind,
+    Place,
+    is_zero,
+    nonce,
+    seal,
+    squeeze,
+)
+from gpucr_hpc.image.files import PlacedFile, wait_for, widen_pipe
+from gpucr_hpc.image.keys import KEY_BYTES, DataKey
+from gpucr_hpc.model import ImageEntry, PackEntry, check_checkpoint_id, check_object_name
+
+_EMPTY_RECORD = bytes(layout.RECORD.size)
+_NO_TAG = bytes(TAG_BYTES)
+#: AES-GCM holds the GIL; beyond this, more threads only wait for it.
+_MAX_WORKERS = 8
+
+
+def default_workers() -> int:
+    """Threads that compress and seal: the cores this process may use, 2 to 8."""
+    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
+
+
+class ImageWriter:
+    """Writes the image of one node rank; `create` makes its files (Staging.create).
+
+    packs: files that the chunks are spread over, 1 to 100. node: name for people. workers: None means
+    default_workers(). The first failure of any thread is raised by every later call; call abort then.
+    Raises UsageError, StoreFull, StoreError.
+    """
+
+    def __init__(
+        self,
+        create: Callable[[str], BinaryIO],
+        *,
+        checkpoint: str,
+        node_rank: int,
+        key: DataKey,
+        packs: int = 2,
+        node: str = "",
+        workers: int | None = None,
+    ) -> None:
+        check_checkpoint_id(checkpoint)
+        if not 0 <= node_rank < MAX_IMAGES or not 1 <= packs <= 100:
+            raise UsageError(reason=f"node rank {node_rank} or {packs} packs is out of range")
+        self._create = create
+        self._checkpoint, self._rank, self._node = checkpoint, node_rank, node
+        self._salt = secrets.token_bytes(KEY_BYTES)
+        self._cipher = key.image_key(checkpoint, node_rank, self._salt)
+        self._lock = threading.Lock()
+        self._streams: dict[str, StreamWriter] = {}
+        self._failure: GpucrError | None = None
+        self._ended = False
+        self._plain = self._stored = 0
+        self._next_pack = itertools.cycle(range(packs))
+        self._free: list[bytearray] = []
+        self._scratch = threading.local()
+        self._files: list[PlacedFile] = []
+        self._ends: list[int] = []
+        threads = workers or default_workers()
+        self._in_flight = threading.BoundedSemaphore(2 * threads)
+        self._free_limit = 2 * threads
+        try:
+            for number in range(packs):
+                name = layout.pack_name(node_rank, number)
+                file = PlacedFile(create(name), name)
+                self._files.append(file)
+                head = layout.header(layout.PACK_MAGIC, checkpoint, node_rank, number, self._salt)
+                file.write_at(head, 0)
+                self._ends.append(len(head))
+                self._stored += len(head)
+        except BaseException:
+            self._close_files()
+            raise
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"image-{node_rank}")
+
+    @property
+    def bytes_plain(self) -> int:
+        """Plain bytes taken so far, from any thread."""
+        return self._plain
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes written so far."""
+        return self._stored
+
+    def stream(self, name: str) -> StreamWriter:
+        """A new stream, from any thread. Raises UsageError for a bad or repeated name."""
+        check_object_name(name)
+        with self._lock:
+            self._check()
+            if name in self._streams:
+                raise UsageError(reason=f"stream {name!r} is there already")
+            writer = StreamWriter(self, name, Place(self._checkpoint, self._rank, name))
+            self._streams[name] = writer
+        return writer
+
+    def finish(self) -> ImageEntry:
+        """Write the index, fsync and close everything; the entry for the manifest.
+
+        Every stream must be closed (UsageError names one that is not). Raises the first failure of a worker.
+        """
+        with self._lock:
+            self._check()
+            still_open = [name for name, stream in self._streams.items() if not stream.closed]
+            if still_open:
+                raise UsageError(reason=f"stream {still_open[0]!r} is still open")
+            self._ended = True
+        self._pool.shutdown(wait=True)
+        try:
+            if self._failure:
+                raise self._failure
+            index = self._write_index()
+            sizes = [file.size() for file in self._files]
+            if sizes != self._ends:
+                raise ImageError(path=self._files[0].path, reason=f"sizes {sizes}, written {self._ends}")
+            syncs = ThreadPoolExecutor(len(self._files))
+            list(syncs.map(PlacedFile.sync, self._files))
+            syncs.shutdown()
+        finally:
+            self._close_files()
+        return ImageEntry(
+            node_rank=self._rank,
+            node=self._node,
+            salt=self._salt.hex(),
+            index=index,
+            packs=self._pack_entries(),
+            bytes_plain=self._plain,
+            bytes_stored=self._stored,
+            streams=len(self._streams),
+        )
+
+    def abort(self) -> None:
+        """Stop the workers and close the files, from any state; the files themselves are Staging.abort's."""
+        with self._lock:
+            if self._failure is None and not self._ended:
+                self._failure = ImageError(path=f"image {self._rank}", reason="was given up")
+            self._ended = True
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._close_files()
+        self._free.clear()
+
+    # --- for StreamWriter -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        if self._failure:
+            raise self._failure
+        if self._ended:
+            raise UsageError(reason=f"image {self._rank} is finished")
+
+    def _buffer(self) -> bytearray:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return bytearray(CHUNK_BYTES)
+
+    def _give_back(self, buffer: bytearray) -> None:
+        if len(self._free) < self._free_limit:
+            self._free.append(buffer)
+
+    def _submit(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> None:
+        self._in_flight.acquire()
+        try:
+            self._check()
+            self._pool.submit(self._work, stream, sequence, buffer, size)
+        except BaseException:
+            self._in_flight.release()
+            if isinstance(self._failure, GpucrError):
+                raise self._failure from None
+            raise
+        with self._lock:
+            self._plain += size
+
+    def _work(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> None:
+        """On a worker: squeeze, seal, write one chunk. A failure ends the whole image."""
+        try:
+            if self._failure is None:
+                stream._record(sequence, self._store(stream, sequence, buffer, size))
+        except GpucrError as error:
+            self._fail(error)
+        except Exception as error:  # a bug or MemoryError: the image must not look complete
+            self._fail(ImageError(path=f"image {self._rank}", reason=f"{type(error).__name__}: {error}"))
+        finally:
+            self._give_back(buffer)
+            self._in_flight.release()
+
+    def _fail(self, error: GpucrError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+
+    def _store(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> bytes:
+        if is_zero(buffer, size):
+            return layout.RECORD.pack(0, 0, size, 0, ChunkKind.ZERO, _NO_TAG)
+        plain = memoryview(buffer)[:size]
+        packed = squeeze(plain)
+        kind = ChunkKind.RAW if packed is None else ChunkKind.LZ4
+        payload = plain if packed is None else packed
+        length = len(payload)
+        with self._lock:
+            pack = next(self._next_pack)
+            offset = self._ends[pack]
+            self._ends[pack] += length
+        place = stream._place.bind(sequence, size, kind)
+        sealed = seal(self._cipher, nonce(self._rank, pack, offset), payload, place, self._room())
+        self._files[pack].write_at(sealed[:length], offset)
+        with self._lock:
+            self._stored += length
+        return layout.RECORD.pack(offset, length, size, pack, kind, bytes(sealed[length:]))
+
+    def _room(self) -> bytearray:
+        room: bytearray | None = getattr(self._scratch, "room", None)
+        if room is None:
+            room = self._scratch.room = bytearray(CHUNK_BYTES + TAG_BYTES)
+        return room
+
+    # --- end --------------------------------------------------------------------------------------------
+
+    def _write_index(self) -> PackEntry:
+        name = layout.index_name(self._rank)
+        plain = layout.encode_index({s.name: (s.size_bytes, s._records) for s in self._streams.values()})
+        head = layout.header(layout.INDEX_MAGIC, self._checkpoint, self._rank, len(self._files), self._salt)
+        head += layout.INDEX_LENGTH.pack(len(plain))
+        number = nonce(self._rank, INDEX_PACK, 0)
+        data = head + self._cipher.encrypt(number, zlib.compress(plain, 1), b"gpucr-v1 index\0" + head)
+        file = PlacedFile(self._create(name), name)
+        self._files.append(file)
+        self._ends.append(len(data))
+        file.write_at(data, 0)
+        self._stored += len(data)
+        return PackEntry(name, len(data), hashlib.sha256(data).hexdigest())
+
+    def _pack_entries(self) -> list[PackEntry]:
+        packs = len(self._files) - 1
+        streams = {
+            s.name: layout.Stream(s.name, s.size_bytes, bytes(s._records)) for s in self._streams.values()
+        }
+        tags = layout.check_geometry(streams, self._ends[:packs], layout.index_name(self._rank))
+        entries = []
+        for number in range(packs):
+            head = layout.header(layout.PACK_MAGIC, self._checkpoint, self._rank, number, self._salt)
+            digest = layout.pack_digest(head, tags[number])
+            entries.append(PackEntry(self._files[number].path, self._ends[number], digest))
+        return entries
+
+    def _close_files(self) -> None:
+        failure: GpucrError | None = None
+        for file in self._files:
+            try:
+                file.close()
+            except GpucrError as error:
+                failure = failure or error
+        if failure and self._failure is None:
+            self._failure = failure
+            raise failure
+
+
+class StreamWriter:
+    """One stream of an image; used by one thread at a time."""
+
+    def __init__(self, image: ImageWriter, name: str, place: Place) -> None:
+        self.name = name
+        self.size_bytes = 0
+        self.closed = False
+        self._image = image
+        self._place = place
+        self._buffer: bytearray | None = None
+        self._filled = 0
+        self._lock = threading.Lock()
+        self._records = bytearray()
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        """Take all of `data`; its length. Raises the image's first failure, UsageError when closed."""
+        left = memoryview(data).cast("B")
+        total = len(left)
+        while left:
+            buffer = self._room()
+            count = min(len(left), CHUNK_BYTES - self._filled)
+            buffer[self._filled : self._filled + count] = left[:count]
+            left = left[count:]
+            self._advance(count)
+        return total
+
+    def copy_fd(self, fd: int) -> int:
+        """Read a pipe, socket or file to its end into the stream; the bytes read. The caller closes both.
+
+        Returns when the last byte has left the pipe, even if chunks still wait for the disk: CRIU's pages in
+        a pipe are live pages of the job, so its post-dump hook must wait for exactly this.
+        Raises OSError (of the descriptor), the image's first failure.
+        """
+        widen_pipe(fd)
+        total = 0
+        while True:
+            buffer = self._room()
+            with memoryview(buffer) as view:
+                try:
+                    count = os.readv(fd, [view[self._filled :]])
+                except BlockingIOError:
+                    wait_for(fd, select.POLLIN)
+                    continue
+            if not count:
+                return total
+            total += count
+            self._advance(count)
+
+    def close(self) -> None:
+        """Hand over what is left; twice is fine. Raises the image's first failure."""
+        if self.closed:
+            return
+        if self._filled:
+            self._flush()
+        elif self._buffer is not None:
+            self._image._give_back(self._buffer)
+        self._buffer = None
+        self.closed = True
+        if self._image._failure:
+            raise self._image._failure
+
+    def __enter__(self) -> StreamWriter:
+        return self
+
+    def __exit__(self, kind: object, *rest: object) -> None:
+        """Close after success; after an exception the stream stays open, so that finish refuses the image."""
+        if kind is None:
+            self.close()
+
+    def _room(self) -> bytearray:
+        if self.closed:
+            raise UsageError(reason=f"stream {self.name!r} is closed")
+        if self._buffer is None:
+            self._buffer = self._image._buffer()
+        return self._buffer
+
+    def _advance(self, count: int) -> None:
+        self._filled += count
+        if self._filled == CHUNK_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        buffer, size = self._buffer, self._filled
+        assert buffer is not None
+        self._buffer, self._filled = None, 0
+        with self._lock:
+            sequence = len(self._records) // layout.RECORD.size
+            self._records += _EMPTY_RECORD
+        self.size_bytes += size
+        self._image._submit(self, sequence, buffer, size)
+
+    def _record(self, sequence: int, record: bytes) -> None:
+        with self._lock:
+            at = sequence * layout.RECORD.size
+            self._records[at : at + layout.RECORD.size] = record

@@ -1,0 +1,1 @@
+"""Where checkpoints lie: a protocol (base), a directory (posix), memory for tests (memory)."""

@@ -1,0 +1,398 @@
+"""A store in a directory of a (parallel) file system.
+
+    <root>/<job>/<checkpoint>/           a checkpoint: manifest, r0000-p00.pack, r0000.index, ...
+    <root>/<job>/<checkpoint>.partial/   being written
+    <root>/<job>/<checkpoint>.trash-XX/  being deleted
+    <root>/<job>/record-<name>           a record of the job
+
+Works as any user and changes no owner: parallel file systems squash root, so the process runs as the account
+that owns the root. Below the root no symbolic link is followed, and each step goes through the descriptor of
+the directory above, so that a directory exchanged meanwhile leads nowhere. One rename publishes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gpucr_hpc.errors import CheckpointMissing, ObjectMissing, StoreError, UsageError, store_error
+from gpucr_hpc.model import (
+    CheckpointId,
+    JobId,
+    check_checkpoint_id,
+    check_job_id,
+    check_object_name,
+    is_checkpoint_id,
+)
+from gpucr_hpc.store.base import MANIFEST_NAME, MAX_RECORD_BYTES, Listing, Orphan, Orphans
+
+_PARTIAL = ".partial"
+_TRASH = ".trash-"
+_RECORD = "record-"
+_TEMPORARY = ".tmp-"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# O_NONBLOCK: a FIFO put there by somebody else must not stop the reader.
+_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_MAX_MANIFEST_BYTES = 64 << 20
+
+
+class StoreFile(io.FileIO):
+    """An unbuffered file whose errors are the store's; write takes everything or raises."""
+
+    def __init__(self, fd: int, mode: str, path: str) -> None:
+        super().__init__(fd, mode)
+        self.path = path
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`. Raises StoreFull, StoreError."""
+        left = memoryview(data).cast("B")
+        total = len(left)
+        try:
+            while left:
+                left = left[os.write(self.fileno(), left) :]
+        except OSError as error:
+            raise store_error(self.path, error) from None
+        return total
+
+    def close(self) -> None:
+        """Close; on some file systems a full disk shows only here."""
+        try:
+            super().close()
+        except OSError as error:
+            raise store_error(self.path, error) from None
+
+
+class PosixStore:
+    """A store below `root`; create: make the directory (0700) when it is missing."""
+
+    def __init__(self, root: str | Path, *, create: bool = True) -> None:
+        self._root = Path(root)
+        if create:
+            try:
+                self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise store_error(self._root, error) from None
+
+    @property
+    def location(self) -> str:
+        """The root directory."""
+        return str(self._root)
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    def begin(self, job: JobId, checkpoint: CheckpointId) -> PosixStaging:
+        """See Store.begin."""
+        check_job_id(job)
+        check_checkpoint_id(checkpoint)
+        path = self._path(job, checkpoint)
+        with self._job(job, create=True) as fd, _errors(path):
+            if _exists(checkpoint, fd):
+                raise StoreError(path=path, reason="this checkpoint is there already")
+            os.mkdir(checkpoint + _PARTIAL, 0o700, dir_fd=fd)
+            return PosixStaging(self, job, checkpoint)
+
+    def attach(self, job: JobId, checkpoint: CheckpointId) -> PosixStaging:
+        """See Store.attach."""
+        check_job_id(job)
+        check_checkpoint_id(checkpoint)
+        try:
+            with self._job(job) as fd, _directory(checkpoint + _PARTIAL, fd, self._path(job, checkpoint)):
+                return PosixStaging(self, job, checkpoint)
+        except ObjectMissing:
+            raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
+
+    def delete(self, job: JobId, checkpoint: CheckpointId) -> None:
+        """See Store.delete."""
+        check_job_id(job)
+        check_checkpoint_id(checkpoint)
+        trash = f"{checkpoint}{_TRASH}{secrets.token_hex(4)}"
+        path = self._path(job, checkpoint)
+        try:
+            with self._job(job) as fd, _errors(path):
+                os.rename(checkpoint, trash, src_dir_fd=fd, dst_dir_fd=fd)
+                os.fsync(fd)
+                _remove_tree(trash, fd)
+        except ObjectMissing:
+            raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
+        self._remove_empty(job)
+
+    # --- reading ----------------------------------------------------------------------------------------
+
+    def list(self, job: JobId | None = None) -> Listing:
+        """See Store.list."""
+        found = []
+        for each in [check_job_id(job)] if job is not None else self._jobs():
+            with contextlib.suppress(ObjectMissing), self._job(each) as fd, _errors(self._path(each)):
+                for name in os.listdir(fd):
+                    if is_checkpoint_id(name) and _exists(f"{name}/{MANIFEST_NAME}", fd):
+                        found.append((each, name))
+        return sorted(found, key=lambda pair: (pair[1], int(pair[0])))
+
+    def open(self, job: JobId, checkpoint: CheckpointId, name: str) -> BinaryIO:
+        """See Store.open."""
+        check_job_id(job)
+        check_checkpoint_id(checkpoint)
+        check_object_name(name)
+        path = self._path(job, checkpoint)
+        with self._job(job) as fd, _directory(checkpoint, fd, path) as directory:
+            return _open_file(name, directory, f"{path}/{name}")
+
+    def read_manifest(self, job: JobId, checkpoint: CheckpointId) -> bytes:
+        """See Store.read_manifest."""
+        try:
+            with self.open(job, checkpoint, MANIFEST_NAME) as file:
+                return _read_all(file, _MAX_MANIFEST_BYTES, self._path(job, checkpoint, MANIFEST_NAME))
+        except ObjectMissing:
+            raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
+
+    def free_bytes(self) -> int:
+        """See Store.free_bytes."""
+        with _errors(self.location):
+            status = os.statvfs(self._root)
+            return status.f_bavail * status.f_frsize
+
+    # --- orphans ----------------------------------------------------------------------------------------
+
+    def orphans(self, older_than_s: float) -> Orphans:
+        """See Store.orphans."""
+        now, found = time.time(), []
+        for job in self._jobs():
+            with contextlib.suppress(ObjectMissing), self._job(job) as fd, _errors(self._path(job)):
+                for name in sorted(os.listdir(fd)):
+                    if _is_orphan_name(name):
+                        with contextlib.suppress(FileNotFoundError):
+                            age_s = now - _last_change(name, fd)
+                            if age_s >= older_than_s:
+                                found.append(Orphan(job, name, age_s))
+        return found
+
+    def remove_orphan(self, orphan: Orphan) -> None:
+        """See Store.remove_orphan."""
+        check_job_id(orphan.job)
+        if not _is_orphan_name(orphan.name):
+            raise UsageError(reason=f"{orphan.name!r} is not an orphan's name")
+        with contextlib.suppress(ObjectMissing):
+            with self._job(orphan.job) as fd, _errors(self._path(orphan.job, orphan.name)):
+                _remove_tree(orphan.name, fd)
+            self._remove_empty(orphan.job)
+
+    # --- records ----------------------------------------------------------------------------------------
+
+    def put_record(self, job: JobId, name: str, data: bytes) -> None:
+        """See Store.put_record."""
+        check_job_id(job)
+        final = _RECORD + check_object_name(name)
+        if len(data) > MAX_RECORD_BYTES:
+            raise UsageError(reason=f"record {name!r} has {len(data)} bytes, more than {MAX_RECORD_BYTES}")
+        path = self._path(job, final)
+        with self._job(job, create=True) as fd, _errors(path):
+            _replace_file(final, data, fd, path)
+
+    def get_record(self, job: JobId, name: str) -> bytes | None:
+        """See Store.get_record."""
+        check_job_id(job)
+        final = _RECORD + check_object_name(name)
+        path = self._path(job, final)
+        try:
+            with self._job(job) as fd, _open_file(final, fd, path) as file:
+                return _read_all(file, MAX_RECORD_BYTES, path)
+        except ObjectMissing:
+            return None
+
+    def delete_record(self, job: JobId, name: str) -> None:
+        """See Store.delete_record."""
+        check_job_id(job)
+        final = _RECORD + check_object_name(name)
+        with contextlib.suppress(ObjectMissing):
+            with self._job(job) as fd, _errors(self._path(job, final)):
+                os.unlink(final, dir_fd=fd)
+                os.fsync(fd)
+            self._remove_empty(job)
+
+    # --- directories ------------------------------------------------------------------------------------
+
+    def _path(self, *parts: str) -> str:
+        return "/".join((str(self._root), *parts))
+
+    def _jobs(self) -> list[JobId]:
+        with _errors(self.location):
+            return sorted(
+                (name for name in os.listdir(self._root) if name.isascii() and name.isdigit()), key=int
+            )
+
+    @contextmanager
+    def _job(self, job: JobId, *, create: bool = False) -> Iterator[int]:
+        """Descriptor of a job's directory. Raises ObjectMissing when it is not there and not to be made."""
+        with _errors(self.location):
+            root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if create:
+                with _errors(self._path(job)), contextlib.suppress(FileExistsError):
+                    os.mkdir(job, 0o700, dir_fd=root)
+                    os.fsync(root)
+            with _directory(job, root, self._path(job)) as fd:
+                yield fd
+        finally:
+            os.close(root)
+
+    def _remove_empty(self, job: JobId) -> None:
+        """Remove the directory of a job that has nothing left. A begin at this moment sees StoreError."""
+        with contextlib.suppress(OSError):
+            os.rmdir(self._path(job))
+
+
+class PosixStaging:
+    """A directory <checkpoint>.partial; see Staging."""
+
+    def __init__(self, store: PosixStore, job: JobId, checkpoint: CheckpointId) -> None:
+        self._store, self.job, self.checkpoint = store, job, checkpoint
+        self._name = checkpoint + _PARTIAL
+        self._path = store._path(job, self._name)
+
+    def create(self, name: str) -> BinaryIO:
+        """See Staging.create."""
+        check_object_name(name)
+        path = f"{self._path}/{name}"
+        with self._here() as (_, fd), _errors(path):
+            return StoreFile(os.open(name, _NEW_FILE, 0o600, dir_fd=fd), "w", path)
+
+    def open(self, name: str) -> BinaryIO:
+        """See Staging.open."""
+        check_object_name(name)
+        with self._here() as (_, fd):
+            return _open_file(name, fd, f"{self._path}/{name}")
+
+    def publish(self, manifest: bytes) -> None:
+        """See Staging.publish."""
+        with self._here() as (job, fd), _errors(self._path):
+            if _exists(self.checkpoint, job):
+                raise StoreError(path=self._path, reason="this checkpoint is there already")
+            _replace_file(MANIFEST_NAME, manifest, fd, f"{self._path}/{MANIFEST_NAME}")
+            # rename would replace an empty directory; one with a manifest is refused (ENOTEMPTY).
+            os.rename(self._name, self.checkpoint, src_dir_fd=job, dst_dir_fd=job)
+            os.fsync(job)
+
+    def abort(self) -> None:
+        """See Staging.abort."""
+        with contextlib.suppress(ObjectMissing):
+            with self._store._job(self.job) as fd, _errors(self._path):
+                _remove_tree(self._name, fd)
+            self._store._remove_empty(self.job)
+
+    @contextmanager
+    def _here(self) -> Iterator[tuple[int, int]]:
+        with self._store._job(self.job) as job, _directory(self._name, job, self._path) as fd:
+            yield job, fd
+
+
+# --- the file system --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _errors(path: object) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ObjectMissing(path=path) from None
+    except OSError as error:
+        raise store_error(path, error) from None
+
+
+@contextmanager
+def _directory(name: str, dir_fd: int, path: str) -> Iterator[int]:
+    with _errors(path):
+        fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _exists(name: str, dir_fd: int) -> bool:
+    try:
+        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _open_file(name: str, dir_fd: int, path: str) -> StoreFile:
+    with _errors(path):
+        fd = os.open(name, _OLD_FILE, dir_fd=dir_fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise StoreError(path=path, reason="not a regular file")
+        return StoreFile(fd, "r", path)
+
+
+def _read_all(file: BinaryIO, limit: int, path: str) -> bytes:
+    with _errors(path):
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise StoreError(path=path, reason=f"has {size} bytes, more than {limit}")
+        return file.read()
+
+
+def _replace_file(name: str, data: bytes, dir_fd: int, path: str) -> None:
+    """Temporary name, fsync, rename, fsync of the directory; the temporary is removed on failure."""
+    temporary = f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
+    try:
+        with StoreFile(os.open(temporary, _NEW_FILE, 0o600, dir_fd=dir_fd), "w", path) as file:
+            file.write(data)
+            os.fsync(file.fileno())
+        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+        raise
+    os.fsync(dir_fd)
+
+
+def _is_orphan_name(name: str) -> bool:
+    stem, dot, suffix = name.partition(".")
+    if is_checkpoint_id(stem):
+        return dot + suffix == _PARTIAL or (dot + suffix).startswith(_TRASH)
+    return name.startswith(_RECORD) and _TEMPORARY in name
+
+
+def _last_change(name: str, dir_fd: int) -> float:
+    """Newest time of change of a file, or of a directory and what lies in it."""
+    status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+    newest = status.st_mtime
+    if stat.S_ISDIR(status.st_mode):
+        with _directory(name, dir_fd, name) as fd:
+            for inner in os.listdir(fd):
+                with contextlib.suppress(FileNotFoundError):
+                    newest = max(newest, os.stat(inner, dir_fd=fd, follow_symlinks=False).st_mtime)
+    return newest
+
+
+def _remove_tree(name: str, dir_fd: int) -> None:
+    """Remove a file or a flat or deep directory, following no link; what is gone already is fine."""
+    try:
+        fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+            raise
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=dir_fd)
+        return
+    try:
+        for inner in os.listdir(fd):
+            _remove_tree(inner, fd)
+    finally:
+        os.close(fd)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=dir_fd)
