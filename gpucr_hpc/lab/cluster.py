@@ -342,7 +342,7 @@ class Lab(SlurmCommands):
 
         def ready() -> bool:
             for node in names:
-                self._raise_if_died(node, ("agent",))
+                self._raise_if_died(node, ("agent",), ", the rest of the lab is up")
             return all(self.agent_ready(node) for node in names)
 
         wait_until(ready, timeout_s, "the agents (`scripts/lab logs n1`)")
@@ -353,7 +353,7 @@ class Lab(SlurmCommands):
         sockets = self.root(node) / "run/gpucr"
         return pid is not None and any(path.is_socket() for path in sockets.glob("*"))
 
-    def _raise_if_died(self, node: str, names: Sequence[str]) -> None:
+    def _raise_if_died(self, node: str, names: Sequence[str], but: str = "") -> None:
         console = self.state / "nodes" / node / "console.log"
         if self.pid(node) is None:
             raise LabError(reason=f"{node} went off:\n{_tail(console)}")
@@ -361,7 +361,7 @@ class Lab(SlurmCommands):
             if (self.root(node) / f"run/lab/{name}.exit").exists():
                 logs = [self.log_dir(node) / f"{name}.{kind}" for kind in ("stderr", "log")]
                 text = next((tail for tail in map(_tail, logs) if tail), "(it wrote nothing)")
-                raise LabError(reason=f"{name} of {node} ended:\n{text}")
+                raise LabError(reason=f"{name} of {node} ended{but}:\n{text}")
 
     def log_dir(self, node: str) -> Path:
         """The node's /var/log on the host, there also when the node is off."""

@@ -60,7 +60,7 @@ class SlurmConf:
 
     def render(self) -> str:
         tables: dict[str, dict[str, str]] = {
-            "": _global_lines(),
+            "": self._global(),
             "node": {"CPUs": str(self.cpus), "RealMemory": str(self.memory_mb), "State": "UNKNOWN"},
             "low": {
                 "Nodes": "ALL", "Default": "YES", "PriorityTier": "1", "PreemptMode": "REQUEUE",
@@ -85,6 +85,46 @@ class SlurmConf:
             lines.append(" ".join([f"PartitionName={name}", *(f"{k}={v}" for k, v in tables[name].items())]))
         return "\n".join(lines) + "\n"
 
+    def _global(self) -> dict[str, str]:
+        return {
+            "ClusterName": "lab",
+            "SlurmctldHost": f"{CONTROLLER}({address(CONTROLLER)})",
+            "AuthType": "auth/munge",
+            "CredType": "cred/munge",
+            "SlurmUser": "slurm",
+            "SlurmdUser": "root",
+            "StateSaveLocation": "/var/spool/slurmctld",
+            "SlurmdSpoolDir": "/var/spool/slurmd",
+            "SlurmctldPidFile": "/run/slurm/slurmctld.pid",
+            "SlurmdPidFile": "/run/slurm/slurmd.pid",
+            "SlurmctldLogFile": "/var/log/slurmctld.log",
+            "SlurmdLogFile": "/var/log/slurmd.log",
+            "SlurmctldDebug": "verbose",
+            "SlurmdDebug": "debug",
+            "SlurmdParameters": "config_overrides",
+            "ProctrackType": "proctrack/cgroup",
+            "TaskPlugin": "task/cgroup,task/affinity",
+            "SelectType": "select/cons_tres",
+            # Without memory as a resource task/cgroup leaves the memory cgroup out, whatever ConstrainRAMSpace says [seen].
+            "SelectTypeParameters": "CR_Core_Memory",
+            "DefMemPerCPU": str(self.memory_mb // self.cpus // 4),
+            "SchedulerType": "sched/backfill",
+            "SchedulerParameters": "bf_interval=2,sched_interval=2,requeue_delay=1",
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
+            "PreemptParameters": "send_user_signal",
+            "JobRequeue": "1",
+            "MaxBatchRequeue": "1000",
+            "KillWait": "20",
+            "MinJobAge": "300",
+            "ReturnToService": "2",
+            "SlurmdTimeout": "10",
+            "SlurmctldTimeout": "60",
+            "MailProg": "/bin/true",
+            "MpiDefault": "none",
+            "PlugStackConfig": "/etc/slurm/plugstack.conf",
+        }
+
 
 def _put(table: dict[str, str], key: str, value: str) -> None:
     """Set a key the way slurm.conf reads it: case does not count; an empty value removes the key."""
@@ -93,44 +133,6 @@ def _put(table: dict[str, str], key: str, value: str) -> None:
         table[old] = value
     else:
         table.pop(old, None)
-
-
-def _global_lines() -> dict[str, str]:
-    return {
-        "ClusterName": "lab",
-        "SlurmctldHost": f"{CONTROLLER}({address(CONTROLLER)})",
-        "AuthType": "auth/munge",
-        "CredType": "cred/munge",
-        "SlurmUser": "slurm",
-        "SlurmdUser": "root",
-        "StateSaveLocation": "/var/spool/slurmctld",
-        "SlurmdSpoolDir": "/var/spool/slurmd",
-        "SlurmctldPidFile": "/run/slurm/slurmctld.pid",
-        "SlurmdPidFile": "/run/slurm/slurmd.pid",
-        "SlurmctldLogFile": "/var/log/slurmctld.log",
-        "SlurmdLogFile": "/var/log/slurmd.log",
-        "SlurmctldDebug": "verbose",
-        "SlurmdDebug": "debug",
-        "SlurmdParameters": "config_overrides",
-        "ProctrackType": "proctrack/cgroup",
-        "TaskPlugin": "task/cgroup,task/affinity",
-        "SelectType": "select/cons_tres",
-        "SelectTypeParameters": "CR_Core",
-        "SchedulerType": "sched/backfill",
-        "SchedulerParameters": "bf_interval=2,sched_interval=2,requeue_delay=1",
-        "PreemptType": "preempt/partition_prio",
-        "PreemptMode": "REQUEUE",
-        "PreemptParameters": "send_user_signal",
-        "JobRequeue": "1",
-        "MaxBatchRequeue": "1000",
-        "KillWait": "20",
-        "MinJobAge": "300",
-        "ReturnToService": "2",
-        "SlurmdTimeout": "12",
-        "SlurmctldTimeout": "60",
-        "MpiDefault": "none",
-        "PlugStackConfig": "/etc/slurm/plugstack.conf",
-    }
 
 
 def cgroup_conf(version: int) -> str:

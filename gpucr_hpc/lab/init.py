@@ -23,6 +23,8 @@ RUN = Path("/run/lab")
 MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
 _PACKAGE = Path("/usr/lib/python3/dist-packages/gpucr_hpc")
 _RESTART_DELAY_S = 0.5
+_LONGEST_RESTART_DELAY_S = 5.0
+_STEADY_S = 5.0  # a daemon that ran as long did start
 _SLURMCTLD_PORT = 6817
 
 
@@ -37,7 +39,9 @@ class Daemon:
     user: str = "root"
     restart: bool = False
     process: subprocess.Popen[bytes] | None = None
+    started_at: float = 0.0
     due_at: float = 0.0
+    delay_s: float = _RESTART_DELAY_S
     over: bool = field(default=False)
 
     def start(self) -> None:
@@ -56,6 +60,7 @@ class Daemon:
                 extra_groups=[],
                 preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, []) and None,
             )
+        self.started_at = time.monotonic()
         (RUN / f"{self.name}.pid").write_text(f"{self.process.pid}\n")
 
     def ended(self, status: int) -> None:
@@ -64,7 +69,12 @@ class Daemon:
         self.process = None
         (RUN / f"{self.name}.pid").unlink(missing_ok=True)
         (RUN / f"{self.name}.exit").write_text(f"{status}\n")
-        self.due_at = time.monotonic() + _RESTART_DELAY_S
+        # systemd gives up on a service that dies at once each time; here it comes more and more slowly, since a checkout
+        # that does not start may be repaired at any moment.
+        now = time.monotonic()
+        steady = now - self.started_at > _STEADY_S
+        self.due_at = now + (_RESTART_DELAY_S if steady else self.delay_s)
+        self.delay_s = _RESTART_DELAY_S if steady else min(self.delay_s * 2, _LONGEST_RESTART_DELAY_S)
         self.over = not self.restart
 
 
