@@ -3,8 +3,8 @@
 Who calls: the engine, one thread per pipe (StreamWriter.copy_fd), then finish. A thread reads its pipe into
 a buffer of one chunk and hands the full buffer to a pool; the pool compresses, seals and writes. Reading
 never waits for another stream's data: the buffer being filled belongs to the stream, and only the number of
-chunks in flight is limited. So memory is (open streams + 2 per worker) chunks, and the index: 36 bytes per MiB of plain data.
-Buffers are used again: page faults of fresh ones cost more than the work.
+chunks in flight is limited. So memory is one chunk per open stream and two per worker, and the index: 36 bytes per
+MiB of plain data. Buffers are used again: page faults of fresh ones cost more than the work.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Orphan:
     age_s: float
 
 
-#: Checkpoints with their jobs, and orphans: names for what Store.list would otherwise hide from type checkers.
+#: Checkpoints with their jobs, and orphans; in Store, `list` is a method and no longer a type.
 Listing: TypeAlias = list[tuple[JobId, CheckpointId]]
 Orphans: TypeAlias = list[Orphan]
 

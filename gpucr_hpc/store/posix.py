@@ -19,7 +19,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -39,6 +39,7 @@ _PARTIAL = ".partial"
 _TRASH = ".trash-"
 _RECORD = "record-"
 _TEMPORARY = ".tmp-"
+_TRIES = 5
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: a FIFO put there by somebody else must not stop the reader.
@@ -95,11 +96,14 @@ class PosixStore:
         check_job_id(job)
         check_checkpoint_id(checkpoint)
         path = self._path(job, checkpoint)
-        with self._job(job, create=True) as fd, _errors(path):
+
+        def make(fd: int) -> None:
             if _exists(checkpoint, fd):
                 raise StoreError(path=path, reason="this checkpoint is there already")
             os.mkdir(checkpoint + _PARTIAL, 0o700, dir_fd=fd)
-            return PosixStaging(self, job, checkpoint)
+
+        self._in_new_job(job, path, make)
+        return PosixStaging(self, job, checkpoint)
 
     def attach(self, job: JobId, checkpoint: CheckpointId) -> PosixStaging:
         """See Store.attach."""
@@ -130,12 +134,11 @@ class PosixStore:
 
     def list(self, job: JobId | None = None) -> Listing:
         """See Store.list."""
-        found = []
-        for each in [check_job_id(job)] if job is not None else self._jobs():
+        found: Listing = []
+        for each in self._jobs() if job is None else (check_job_id(job),):
             with contextlib.suppress(ObjectMissing), self._job(each) as fd, _errors(self._path(each)):
-                for name in os.listdir(fd):
-                    if is_checkpoint_id(name) and _exists(f"{name}/{MANIFEST_NAME}", fd):
-                        found.append((each, name))
+                names = filter(is_checkpoint_id, os.listdir(fd))
+                found += [(each, name) for name in names if _exists(f"{name}/{MANIFEST_NAME}", fd)]
         return sorted(found, key=lambda pair: (pair[1], int(pair[0])))
 
     def open(self, job: JobId, checkpoint: CheckpointId, name: str) -> BinaryIO:
@@ -195,8 +198,7 @@ class PosixStore:
         if len(data) > MAX_RECORD_BYTES:
             raise UsageError(reason=f"record {name!r} has {len(data)} bytes, more than {MAX_RECORD_BYTES}")
         path = self._path(job, final)
-        with self._job(job, create=True) as fd, _errors(path):
-            _replace_file(final, data, fd, path)
+        self._in_new_job(job, path, lambda fd: _replace_file(final, data, fd, path))
 
     def get_record(self, job: JobId, name: str) -> bytes | None:
         """See Store.get_record."""
@@ -224,11 +226,10 @@ class PosixStore:
     def _path(self, *parts: str) -> str:
         return "/".join((str(self._root), *parts))
 
-    def _jobs(self) -> list[JobId]:
+    def _jobs(self) -> Iterable[JobId]:
         with _errors(self.location):
-            return sorted(
-                (name for name in os.listdir(self._root) if name.isascii() and name.isdigit()), key=int
-            )
+            names = os.listdir(self._root)
+        return sorted((name for name in names if name.isascii() and name.isdigit()), key=int)
 
     @contextmanager
     def _job(self, job: JobId, *, create: bool = False) -> Iterator[int]:
@@ -245,8 +246,19 @@ class PosixStore:
         finally:
             os.close(root)
 
+    def _in_new_job(self, job: JobId, path: str, work: Callable[[int], None]) -> None:
+        """Do `work` in a job's directory, made if need be, even while another process removes it as empty."""
+        for left in reversed(range(_TRIES)):
+            try:
+                with self._job(job, create=True) as fd, _errors(path):
+                    return work(fd)
+            except ObjectMissing:
+                if not left:
+                    raise
+        return None
+
     def _remove_empty(self, job: JobId) -> None:
-        """Remove the directory of a job that has nothing left. A begin at this moment sees StoreError."""
+        """Remove the directory of a job that has nothing left."""
         with contextlib.suppress(OSError):
             os.rmdir(self._path(job))
 
