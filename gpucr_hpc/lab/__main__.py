@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--nodes", type=int, default=4, metavar="N", help=f"compute nodes, 1-{conf.MAX_NODES} (4)")
     up.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-        help="a line of slurm.conf; low.KEY, high.KEY, node.KEY for a partition's or the nodes' line; repeatable",
+        help="a line of slurm.conf; low.KEY, high.KEY, node.KEY: in the line of a partition or the nodes",
     )  # fmt: skip
     up.add_argument("--fresh", action="store_true", help="end a running lab first")
     up.add_argument("--no-plugin", action="store_true", help="do not build the C parts")
@@ -39,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     add("leftovers", "list what no job should leave behind in the nodes; exit 1 if there is something")
     run = add("exec", "run a command in a node", node=True)
     run.add_argument("--user", help="alice, bob, or another user of the node; root by default")
-    run.add_argument("argv", nargs=argparse.REMAINDER, metavar="-- CMD...")
+    run.add_argument("argv", nargs="*", metavar="-- CMD...")
     shell = add("shell", "an interactive shell in a node", node=True)
     shell.add_argument("--user")
     logs = add("logs", "show the logs of a node's daemons", node=True)
@@ -51,7 +52,16 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Messages of `up` and the like go to stdout: they are the output."""
-    options = _parser().parse_args(args)
+    # Python ignores SIGPIPE, and what `exec` becomes would inherit that.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # argparse would take options after NODE for the command's: what follows `--` is kept from it.
+    words = list(sys.argv[1:] if args is None else args)
+    cut = words.index("--") if "--" in words else len(words)
+    options = _parser().parse_args(words[:cut])
+    if cut < len(words):
+        if options.command != "exec":
+            _parser().error("only `exec` takes a command after --")
+        options.argv = [*options.argv, *words[cut + 1 :]]
     lab = Lab(say=lambda line: print(line, flush=True))
     try:
         return _run(lab, options)
@@ -98,11 +108,11 @@ def _exec(lab: Lab, options: argparse.Namespace) -> int:
     """Replace this process, so that terminal, signals and exit status are the command's."""
     argv = ["bash", "-l"]
     if options.command == "exec":
-        argv = options.argv[1:] if options.argv[:1] == ["--"] else options.argv
+        argv = options.argv
         if not argv:
             raise LabError(reason="exec: no command; write `exec NODE -- CMD...`")
     full = lab.exec_argv(options.node, argv, options.user)
-    os.execvp(full[0], full)
+    os.execvp(full[0], full)  # noqa: S606
 
 
 def _status(lab: Lab) -> int:
@@ -117,7 +127,8 @@ def _status(lab: Lab) -> int:
         pid = lab.pid(name)
         daemons = " ".join(sorted(lab.daemons(name))) if pid else "-"
         state = states.get(name, "") if name != conf.CONTROLLER else ""
-        print(f"{name:4} {conf.address(name):12} {'on' if pid else 'off':4} {state or '-':12} pid {pid or '-'}: {daemons}")
+        where = f"{name:4} {conf.address(name):12} {'on' if pid else 'off':4}"
+        print(f"{where} {state or '-':12} pid {pid or '-'}: {daemons}")
     if states:
         print(lab.exec(conf.CONTROLLER, ["squeue"]).stdout, end="")
     return 0
@@ -130,7 +141,8 @@ def _logs(lab: Lab, node: str, follow: bool) -> None:
     files = [str(directory / name) for name in _LOGS if (directory / name).exists()]
     files += [str(path) for path in sorted(directory.glob("*.stderr")) if path.stat().st_size]
     if files:
-        os.execvp("tail", ["tail", *(["-n", "40", "-F"] if follow else ["-n", "200"]), *files])
+        how = ["-n", "40", "-F"] if follow else ["-n", "200"]
+        os.execvp("tail", ["tail", *how, *files])  # noqa: S606
     print(f"{node} has no logs yet")
 
 

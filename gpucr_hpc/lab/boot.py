@@ -1,13 +1,14 @@
-"""Starts one node: run by the lab on the host as `python3 -m gpucr_hpc.lab.boot` with a NodeSpec as JSON on stdin.
+"""Starts one node: run by the lab on the host as `python3 -m gpucr_hpc.lab.boot` with a NodeSpec as JSON on
+stdin.
 
-The program makes the PID namespace, forks the node's PID 1 into it, joins its network to the bridge, writes the host's
-pid of PID 1 to spec.pid_file and ends; PID 1 makes the other namespaces and the mounts, pivots and executes
-gpucr_hpc.lab.init with the node's own Python. Why by system calls and not by `ip netns` and unshare(1): `ip netns exec`
-remounts /sys and hides the cgroup mounts; and a network namespace without a name goes with its last process, so that a
-killed node leaves nothing.
+The program makes the PID namespace, forks the node's PID 1 into it, joins its network to the bridge, writes
+the host's pid of PID 1 to spec.pid_file and ends; PID 1 makes the other namespaces and the mounts, pivots and
+executes gpucr_hpc.lab.init with the node's own Python. Why by system calls and not by `ip netns` and
+unshare(1): `ip netns exec` remounts /sys and hides the cgroup mounts; and a network namespace without a name
+goes with its last process, so that a killed node leaves nothing.
 
-cgroups: on version 1 the node sees the host's hierarchy (no cgroup namespace: slurmd looks for the real root). On version
-2 it gets a cgroup namespace below gpucr-lab/NODE; that has not been tried.
+cgroups: on version 1 the node sees the host's hierarchy (no cgroup namespace: slurmd looks for the real
+root). On version 2 it gets a cgroup namespace below gpucr-lab/NODE; that has not been tried.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ from pathlib import Path
 from gpucr_hpc.lab import kernel
 
 V2_PARENT = "gpucr-lab"
-_DEVICES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_DEVICES = {
+    "null": (1, 3),
+    "zero": (1, 5),
+    "full": (1, 7),
+    "random": (1, 8),
+    "urandom": (1, 9),
+    "tty": (5, 0),
+}
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 _PACKAGE = "usr/lib/python3/dist-packages/gpucr_hpc"
 
@@ -81,7 +89,9 @@ class NodeSpec:
 
 
 def leave_cgroups(node: str, version: int, mounts: str) -> None:
-    """Move this process to the root of every hierarchy, so that no limit or clean-up of the caller's reaches the lab."""
+    """Move this process to the root of every hierarchy, so that no limit or clean-up of the caller's reaches
+    the lab.
+    """
     if version == 2:
         own = Path("/sys/fs/cgroup") / V2_PARENT / node
         own.mkdir(parents=True, exist_ok=True)
@@ -113,7 +123,7 @@ def _mount_tree(spec: NodeSpec) -> str:
     kernel.mount("tmpfs", f"{root}/dev", "tmpfs", kernel.MS_NOSUID, "mode=755")
     _devices(Path(root, "dev"))
     kernel.mount("tmpfs", f"{root}/run", "tmpfs", safe, "mode=755")
-    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", safe, "mode=1777")
+    kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", safe, "mode=1777")  # noqa: S108
     kernel.bind(spec.shared, f"{root}/shared")
     kernel.bind(spec.package, f"{root}/{_PACKAGE}", read_only=True)
     kernel.bind(spec.plugin, f"{root}/usr/lib/gpucr", read_only=True)
@@ -168,13 +178,21 @@ def _become_node(spec: NodeSpec, unshared: Callable[[], None], joined: Callable[
     for target, source in ((0, null), (1, console), (2, console)):
         os.dup2(source, target)
     env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
-    init = ["python3", "-m", "gpucr_hpc.lab.init", spec.role, f"{spec.address}/{spec.prefix_length}", spec.gateway]
-    os.execve("/usr/bin/python3", init, env | {"LC_ALL": "C.UTF-8"})
+    init = [
+        "python3",
+        "-m",
+        "gpucr_hpc.lab.init",
+        spec.role,
+        f"{spec.address}/{spec.prefix_length}",
+        spec.gateway,
+    ]
+    os.execve("/usr/bin/python3", init, env | {"LC_ALL": "C.UTF-8"})  # noqa: S606
 
 
 def _join_bridge(spec: NodeSpec, pid: int) -> None:
-    """Make the node's cable. `ip` is a child of ours and so in the node's PID namespace: the network namespace is named
-    by its path in the host's /proc, which a bare pid would not find."""
+    """Make the node's cable. `ip` is a child of ours and so in the node's PID namespace: the network
+    namespace is named by its path in the host's /proc, which a bare pid would not find.
+    """
     batch = (
         f"link add {spec.link} type veth peer name eth0 netns /proc/{pid}/ns/net\n"
         f"link set {spec.link} master {spec.bridge} up\n"
@@ -227,7 +245,7 @@ def _hear(fd: int) -> None:
 
 
 def start_time(pid: int) -> int:
-    """Start of a process in clock ticks (proc(5), stat field 22): with the pid it names a process for good."""
+    """Start of a process in clock ticks (proc(5), field 22 of stat): with the pid it names one process."""
     text = Path(f"/proc/{pid}/stat").read_text()
     return int(re.sub(r"^.*\) ", "", text, flags=re.DOTALL).split()[19])
 

@@ -1,7 +1,8 @@
 """The texts that make a node: addresses, slurm.conf, cgroup.conf, plugstack.conf, hosts, gpucr.toml. Pure.
 
-Slurm settings follow the project's notes on Slurm: preemption by partition, requeue, send_user_signal (without it the
-B: signal is not sent on preemption), proctrack/cgroup, short scheduling intervals and requeue_delay (26.05) for speed.
+Slurm settings follow the project's notes on Slurm: preemption by partition, requeue, send_user_signal
+(without it the B: signal is not sent on preemption), proctrack/cgroup, short scheduling intervals and
+requeue_delay (26.05) for speed.
 """
 
 from __future__ import annotations
@@ -48,9 +49,10 @@ def parse_settings(settings: Sequence[str]) -> dict[str, str]:
 class SlurmConf:
     """What slurm.conf depends on.
 
-    cpus, memory_mb: of every node, whatever the host has (config_overrides). settings: the words of --set. A key with
-    the prefix `low.`, `high.` or `node.` goes to that partition's or the nodes' line; GraceTime alone means low's. Any
-    other key replaces the global line of that name or adds one; an empty value removes it.
+    cpus, memory_mb: of every node, whatever the host has (config_overrides). settings: the words of --set. A
+    key with the prefix `low.`, `high.` or `node.` goes to that partition's or the nodes' line; GraceTime
+    alone means low's. Any other key replaces the global line of that name or adds one; an empty value removes
+    it.
     """
 
     nodes: tuple[str, ...]
@@ -105,7 +107,8 @@ class SlurmConf:
             "ProctrackType": "proctrack/cgroup",
             "TaskPlugin": "task/cgroup,task/affinity",
             "SelectType": "select/cons_tres",
-            # Without memory as a resource task/cgroup leaves the memory cgroup out, whatever ConstrainRAMSpace says [seen].
+            # Without memory as a resource task/cgroup leaves the memory cgroup out, whatever
+            # ConstrainRAMSpace says [seen].
             "SelectTypeParameters": "CR_Core_Memory",
             "DefMemPerCPU": str(self.memory_mb // self.cpus // 4),
             "SchedulerType": "sched/backfill",
@@ -138,9 +141,9 @@ def _put(table: dict[str, str], key: str, value: str) -> None:
 def cgroup_conf(version: int) -> str:
     """cgroup.conf for the host's cgroup version.
 
-    Version 1 and hybrid hosts: tried. Version 2 has not been tried (no such host at hand): written from Slurm's manual;
-    without systemd slurmd makes its scope itself (IgnoreSystemd), and in a cgroup namespace it must enable the
-    controllers itself (EnableControllers).
+    Version 1 and hybrid hosts: tried. Version 2 has not been tried (no such host at hand): written from
+    Slurm's manual; without systemd slurmd makes its scope itself (IgnoreSystemd), and in a cgroup namespace
+    it must enable the controllers itself (EnableControllers).
     """
     lines = [f"CgroupPlugin=cgroup/v{version}", "ConstrainCores=no", "ConstrainRAMSpace=yes"]
     if version == 2:
@@ -161,7 +164,4 @@ def hosts(nodes: Sequence[str]) -> str:
 
 def gpucr_toml() -> str:
     """/etc/gpucr/gpucr.toml of every node."""
-    return (
-        f'[store]\nroot = "{STORE}"\nuser = "{STORE_USER}"\nallowed_roots = ["{HOMES}"]\n\n'
-        "[agent]\noperators = []\n"
-    )
+    return f'[store]\nroot = "{STORE}"\nuser = "{STORE_USER}"\nallowed_roots = ["{HOMES}"]\n\n[agent]\noperators = []\n'

@@ -58,8 +58,9 @@ def all_tasks() -> dict[int, Task]:
 def tasks_of(root: int, tasks: dict[int, Task] | None = None) -> list[Task]:
     """All processes of the node whose PID 1 is `root`, that one included.
 
-    Descendants of PID 1, and those that were put into the node's PID namespace from outside (nsenter), whose parent is
-    outside, with their descendants. Nested PID namespaces are covered, since their init has a parent in the node.
+    Descendants of PID 1, and those that were put into the node's PID namespace from outside (nsenter), whose
+    parent is outside, with their descendants. Nested PID namespaces are covered, since their init has a
+    parent in the node.
     """
     known = all_tasks() if tasks is None else tasks
     if root not in known:
@@ -79,7 +80,9 @@ def tasks_of(root: int, tasks: dict[int, Task] | None = None) -> list[Task]:
 
 
 def read_pid(path: Path) -> int | None:
-    """The process that a pid file of `boot` names, or None when it has ended (a reused pid has another start time)."""
+    """The process that a pid file of `boot` names, or None when it has ended (a reused pid has another start
+    time).
+    """
     try:
         pid, started = (int(word) for word in path.read_text().split())
         return pid if start_time(pid) == started and not _is_zombie(pid) else None
@@ -105,7 +108,9 @@ def cgroup_version() -> int:
 
 
 def cgroups_of(node: str) -> list[Path]:
-    """The cgroup directories that slurmd made for a node, one per hierarchy (version 1), or the node's own (2)."""
+    """The cgroup directories that slurmd made for a node, one per hierarchy (version 1), or the node's own
+    (2).
+    """
     if cgroup_version() == 2:
         return [path for path in [CGROUPS / V2_PARENT / node] if path.is_dir()]
     return sorted(CGROUPS.glob(f"*/slurm_{node}"))

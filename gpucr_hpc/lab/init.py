@@ -1,9 +1,9 @@
 """PID 1 of a lab node: starts its daemons, reaps, restarts the agent as systemd would. Standard library only.
 
 Runs inside the node as `python3 -m gpucr_hpc.lab.init ROLE ADDRESS/PREFIX GATEWAY`. Each daemon's pid is in
-/run/lab/NAME.pid while it runs, and its end in /run/lab/NAME.exit; the host reads them through /proc/PID/root. Logs are
-in /var/log/NAME.log; slurmctld and slurmd write theirs themselves, what they say on stderr goes to NAME.stderr.
-A daemon is started when what it needs is there, not after a time.
+/run/lab/NAME.pid while it runs, and its end in /run/lab/NAME.exit; the host reads them through
+/proc/PID/root. Logs are in /var/log/NAME.log; slurmctld and slurmd write theirs themselves, what they say on
+stderr goes to NAME.stderr. A daemon is started when what it needs is there, not after a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _SLURMCTLD_PORT = 6817
 
 @dataclass
 class Daemon:
-    """One program of the node. ready: may it be started? restart: again after its end, as Restart=always does."""
+    """One program of the node. ready: may it be started? restart: again after its end, as Restart=always
+    does.
+    """
 
     name: str
     argv: tuple[str, ...]
@@ -69,8 +71,8 @@ class Daemon:
         self.process = None
         (RUN / f"{self.name}.pid").unlink(missing_ok=True)
         (RUN / f"{self.name}.exit").write_text(f"{status}\n")
-        # systemd gives up on a service that dies at once each time; here it comes more and more slowly, since a checkout
-        # that does not start may be repaired at any moment.
+        # systemd gives up on a service that dies at once each time; here it comes more and more slowly, since
+        # a checkout that does not start may be repaired at any moment.
         now = time.monotonic()
         steady = now - self.started_at > _STEADY_S
         self.due_at = now + (_RESTART_DELAY_S if steady else self.delay_s)
@@ -100,9 +102,7 @@ def _agent_can_start() -> bool:
 
 def daemons_of(role: str) -> list[Daemon]:
     """The daemons of a node: role is `ctl` or `node`."""
-    munged = Daemon(
-        "munged", ("/usr/sbin/munged", "--foreground"), lambda: True, "/var/log/munged.log", user="munge"
-    )
+    munged = Daemon("munged", ("/usr/sbin/munged", "--foreground"), lambda: True, "/var/log/munged.log", user="munge")
     if role == "ctl":
         ctld = ("/usr/sbin/slurmctld", "-D")
         return [munged, Daemon("slurmctld", ctld, _munge_answers, "/var/log/slurmctld.stderr")]

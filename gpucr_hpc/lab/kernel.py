@@ -58,8 +58,8 @@ def unshare(flags: int) -> None:
 def pivot_root(new_root: str) -> None:
     """Make new_root (a mount point) the root; the old one is gone from this mount namespace afterwards.
 
-    The old root is put on top of the new one and detached at once, so no directory for it is needed (pivot_root(2),
-    "pivot_root(".", ".")").
+    The old root is put on top of the new one and detached at once, so no directory for it is needed
+    (pivot_root(2), "pivot_root(".", ".")").
     """
     os.chdir(new_root)
     number = _SYS_PIVOT_ROOT[os.uname().machine]

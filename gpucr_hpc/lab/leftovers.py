@@ -18,8 +18,9 @@ _SLURMCTLD_CHILD = "slurmscriptd"
 
 
 def leftovers_of(lab: Lab, node: str) -> list[str]:
-    """Stray processes, stopped or frozen tasks, mounts below /run/gpucr, network namespaces and links besides the
-    node's own, nft tables, link_remap.* files of CRIU; one line each, with the node's name."""
+    """Stray processes, stopped or frozen tasks, mounts below /run/gpucr, network namespaces and links besides
+    the node's own, nft tables, link_remap.* files of CRIU; one line each, with the node's name.
+    """
     pid = lab.pid(node)
     if pid is None:
         return []

@@ -1,7 +1,7 @@
 """Builds the C parts (spank_plugin/) with the root file system's compiler and headers.
 
-In a mount namespace of its own, on an overlay whose upper layer is thrown away: the cached root file system is not
-changed. Results are cached by the hash of the sources and of the root file system.
+In a mount namespace of its own, on an overlay whose upper layer is thrown away: the cached root file system
+is not changed. Results are cached by the hash of the sources and of the root file system.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ set -eu
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$WORK/tmp"
 mkdir "$WORK/tmp/upper" "$WORK/tmp/work" "$WORK/tmp/root"
-mount -t overlay overlay -o "lowerdir=$ROOTFS,upperdir=$WORK/tmp/upper,workdir=$WORK/tmp/work" "$WORK/tmp/root"
 root=$WORK/tmp/root
+mount -t overlay overlay -o "lowerdir=$ROOTFS,upperdir=$WORK/tmp/upper,workdir=$WORK/tmp/work" "$root"
 mount --bind /dev "$root/dev"
 mount -t proc proc "$root/proc"
 mkdir -p "$root/src" "$root/out"
@@ -59,9 +59,7 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
     shutil.copytree(source, work / "src", ignore=shutil.ignore_patterns(*_SKIPPED), symlinks=True)
     env = proc.clean_env({"WORK": str(work), "ROOTFS": str(rootfs)})
     try:
-        proc.run(
-            ["unshare", "--mount", "--pid", "--fork", "sh", "-c", _BUILD], env=env, timeout_s=_LIMIT_S
-        ).check()
+        proc.run(["unshare", "--mount", "--pid", "--fork", "sh", "-c", _BUILD], env=env, timeout_s=_LIMIT_S).check()
         installed = work / "out/usr/lib/gpucr"
         if not installed.is_dir():
             raise LabError(reason="spank_plugin: `make install` put nothing into /usr/lib/gpucr")
@@ -77,9 +75,11 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
 
 
 def install(built: Path | None, target: Path) -> bool:
-    """Make `target` (bind-mounted in every node as /usr/lib/gpucr) equal to a build; True when something changed.
+    """Make `target` (bind-mounted in every node as /usr/lib/gpucr) equal to a build; True when something
+    changed.
 
-    Files are replaced by rename: a program that runs keeps its own, and a bind mount of the directory shows the new one.
+    Files are replaced by rename: a program that runs keeps its own, and a bind mount of the directory shows
+    the new one.
     """
     wanted = {path.name: path for path in built.iterdir() if path.is_file()} if built else {}
     changed = False

@@ -1,7 +1,7 @@
 """What the lab's root file system is made of, and the hash that names a build of it. No I/O.
 
-Debian testing, since it has CRIU >= 4.2.1 and Slurm 26.05 next to each other; the headers of trixie's Slurm 24.11
-are unpacked beside them, so that the plugin can be built against both.
+Debian testing, since it has CRIU >= 4.2.1 and Slurm 26.05 next to each other; the headers of trixie's Slurm
+24.11 are unpacked beside them, so that the plugin can be built against both.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ EXCLUDED_PATHS = (
     "/usr/lib/*/libslurm*.a",
 )
 
-# Runs on the host with the new root as $1, and the suite in $SUITE and $OLD_SUITE. apt inside the new root gets a
-# second set of lists for the older suite, made from its own sources, so that no archive's name is written here.
-# dpkg-deb only unpacks: nothing of the older suite is installed.
+# Runs on the host with the new root as $1, and the suite in $SUITE and $OLD_SUITE. apt inside the new root
+# gets a second set of lists for the older suite, made from its own sources, so that no archive's name is
+# written here. dpkg-deb only unpacks: nothing of the older suite is installed.
 CUSTOMIZE = r"""#!/bin/sh
 set -eu
 root=$1
@@ -97,8 +97,8 @@ def mmdebstrap_argv(
 ) -> list[str]:
     """The command that builds `recipe` into the directory `target`.
 
-    hook: path of a file that has recipe.customize. mirror: None is mmdebstrap's own default. Valid-Until is not
-    checked: testing's Release file may be past its date on a mirror that was frozen.
+    hook: path of a file that has recipe.customize. mirror: None is mmdebstrap's own default. Valid-Until is
+    not checked: testing's Release file may be past its date on a mirror that was frozen.
     """
     argv = [
         "mmdebstrap",

@@ -1,8 +1,8 @@
 """Builds and finds the lab's root file system, cached below /var/cache/gpucr-lab by the hash of its recipe.
 
-A build goes to a temporary name and is renamed when it is whole: what has the final name is complete. Builds of other
-recipes and the rests of interrupted ones are removed by the next build, but for one that a running lab has as its lower
-directory (an overlay whose lower directory changes is undefined).
+A build goes to a temporary name and is renamed when it is whole: what has the final name is complete. Builds
+of other recipes and the rests of interrupted ones are removed by the next build, but for one that a running
+lab has as its lower directory (an overlay whose lower directory changes is undefined).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def install_host_tools() -> list[str]:
 def debian_mirror() -> str | None:
     """The archive this host takes Debian from, or None (mmdebstrap then takes its default).
 
-    `apt-get indextargets` reads both kinds of source files. The label comes from the Release file and is missing before
-    the first `apt-get update`: the path's end decides then.
+    `apt-get indextargets` reads both kinds of source files. The label comes from the Release file and is
+    missing before the first `apt-get update`: the path's end decides then.
     """
     form = "$(REPO_URI)\t$(RELEASE)\t$(COMPONENT)\t$(LABEL)\t$(CREATED_BY)"
     if shutil.which("apt-get") is None:
@@ -50,7 +50,7 @@ def debian_mirror() -> str | None:
 
 
 def pick_mirror(targets: str) -> str | None:
-    """The first Debian archive in the output of `apt-get indextargets`: main, neither updates nor security."""
+    """The first Debian archive that `apt-get indextargets` lists: main, not updates, not security."""
     for line in targets.splitlines():
         uri, release, component, label, kind = (line.split("\t") + [""] * 5)[:5]
         if kind != "Packages" or component != "main" or "-" in release or "/" in release:
@@ -82,9 +82,7 @@ def path_of(recipe: Recipe, cache: Path = CACHE) -> Path:
     return cache / recipe.digest() / "rootfs"
 
 
-def ensure(
-    recipe: Recipe, say: Callable[[str], None], cache: Path = CACHE, keep: tuple[Path, ...] = ()
-) -> Path:
+def ensure(recipe: Recipe, say: Callable[[str], None], cache: Path = CACHE, keep: tuple[Path, ...] = ()) -> Path:
     """The root file system of `recipe`, built first if it is not in the cache.
 
     keep: root file systems that a running lab uses. Raises LabError with the end of the build's log.

@@ -56,14 +56,14 @@ class SlurmCommands:
 
         LabError as soon as the job is over and is not what was waited for: it cannot become it any more.
         """
-        if isinstance(wanted, str):
-            state, what = wanted, f"to be {wanted}"
+        what = f"to be {wanted}" if isinstance(wanted, str) else "to be as wanted"
 
-            def matches(job: Job) -> bool:
-                # A job that still ends is ["COMPLETED", "COMPLETING"]: over only when it is COMPLETED alone.
-                return state in job["job_state"] and ("COMPLETING" not in job["job_state"] or state == "COMPLETING")
-        else:
-            matches, what = wanted, "to be as wanted"
+        def matches(job: Job) -> bool:
+            if not isinstance(wanted, str):
+                return wanted(job)
+            # A job that still ends is ["COMPLETED", "COMPLETING"]: over only when it is COMPLETED alone.
+            states = set(job["job_state"])
+            return wanted in states and (wanted == "COMPLETING" or "COMPLETING" not in states)
 
         def look() -> Job | None:
             job = self.job(job_id)
@@ -71,7 +71,8 @@ class SlurmCommands:
                 return job
             if _FINAL & set(job["job_state"]) and "COMPLETING" not in job["job_state"]:
                 code = job.get("exit_code", {}).get("return_code", {}).get("number")
-                raise LabError(reason=f"job {job_id} is over, {job['job_state']}, exit code {code}; wanted: {what}")
+                state = "+".join(job["job_state"])
+                raise LabError(reason=f"job {job_id} is over ({state}, exit code {code}), wanted it {what}")
             return None
 
         job = wait_until(look, timeout_s, f"job {job_id} {what}")
