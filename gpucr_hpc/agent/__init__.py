@@ -1,0 +1,1 @@
+"""The root daemon of one node: capsules, checkpoints and restores of the protected jobs that run there."""

@@ -1,0 +1,3 @@
+from gpucr_hpc.agent.daemon import main
+
+main()

@@ -1,0 +1,117 @@
+"""The checkpoints of a job: listed, judged, opened, removed. The store is reached through a worker."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from gpucr_hpc.agent.context import Context
+from gpucr_hpc.engine.worker_client import WorkerClient
+from gpucr_hpc.errors import CheckpointMissing, GpucrError
+from gpucr_hpc.image import manifest as manifest_file
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.model import Manifest
+
+_LATEST, _ORIGIN, _ENDED = "latest", "origin", "ended"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A complete checkpoint: its manifest, or the reason why it cannot be trusted."""
+
+    job: str
+    checkpoint: str
+    manifest: Manifest | None
+    problem: GpucrError | None = None
+
+
+class Catalog:
+    """The checkpoints in one store, seen through a started worker."""
+
+    def __init__(self, context: Context, worker: WorkerClient, root: str) -> None:
+        self._context, self._worker, self._root = context, worker, root
+
+    async def entries(self, job: str | None = None) -> list[Entry]:
+        """Every complete checkpoint, oldest first, good or not."""
+        found = []
+        for owner, checkpoint, text in await self._worker.call("manifests", job=job):
+            path = f"{self._root}/{owner}/{checkpoint}/manifest"
+            try:
+                manifest = manifest_file.decode(base64.b64decode(text), path, self._context.trusted)
+                if (manifest.job, manifest.checkpoint) != (owner, checkpoint):
+                    raise CheckpointMissing(checkpoint=f"{checkpoint} (another one lies in its place)", path=path)
+                found.append(Entry(owner, checkpoint, manifest))
+            except GpucrError as error:
+                found.append(Entry(owner, checkpoint, None, error))
+        return found
+
+    async def candidates(self, job: str, uid: int) -> tuple[list[Manifest], list[str]]:
+        """Checkpoints from which a job may go on, newest first, and a line for each one that is out.
+
+        Sets of an earlier job of the same number (a cluster whose counter began anew) do not count: they are
+        older than the origin that was recorded when this job first ran. A set that was published and has
+        gone is a problem too.
+        """
+        origin = await self.record(job, _ORIGIN) or {}
+        latest = await self.record(job, _LATEST) or {}
+        entries = [e for e in await self.entries(job) if e.checkpoint >= origin.get("after", "")]
+        problems = [str(e.problem) for e in entries if e.problem is not None]
+        good = [e.manifest for e in entries if e.manifest is not None]
+        problems += [
+            f"checkpoint {m.checkpoint} belongs to uid {m.uid}, not {uid}" for m in good if m.uid != uid
+        ]
+        if latest.get("checkpoint") and latest["checkpoint"] not in {e.checkpoint for e in entries}:
+            problems.append(str(CheckpointMissing(checkpoint=latest["checkpoint"], path=f"{self._root}/{job}")))
+        return [m for m in reversed(good) if m.uid == uid], problems
+
+    def key_of(self, manifest: Manifest) -> str:
+        """The data key of a checkpoint, as the worker takes it; raise KeyFileError for a foreign one."""
+        return DataKey.unwrap(manifest.slots, self._context.site_key, manifest.checkpoint).reveal_hex()
+
+    async def record(self, job: str, name: str) -> dict[str, Any] | None:
+        """A durable note about a job, or None."""
+        text = await self._worker.call("record", job=job, name=name)
+        if text is None:
+            return None
+        try:
+            value = json.loads(text)
+        except ValueError:
+            return None
+        return value if isinstance(value, dict) else None
+
+    async def note(self, job: str, name: str, value: dict[str, Any]) -> None:
+        """Write a durable note about a job."""
+        await self._worker.call("record", job=job, name=name, data=json.dumps(value))
+
+    async def first_run(self, job: str, after: str) -> None:
+        """Remember when a job ran first: only checkpoints with an id from `after` on are its own."""
+        await self.note(job, _ORIGIN, {"after": after})
+        for name in (_LATEST, _ENDED):
+            await self._worker.call("record", job=job, name=name, delete=True)
+
+    async def note_latest(self, job: str, checkpoint: str) -> None:
+        """Part of a commit: a set that is noted here and has gone later is missed, not forgotten."""
+        await self.note(job, _LATEST, {"checkpoint": checkpoint})
+
+    async def prune(self, job: str, keep_last: int) -> None:
+        """Remove a job's checkpoints beyond the last `keep_last`."""
+        own = await self.entries(job)
+        for entry in own[: max(0, len(own) - max(1, keep_last))]:
+            await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+
+    async def ended(self, job: str, run: int, status: int) -> None:
+        """Remember that a job ended by itself although Slurm was about to requeue it."""
+        await self.note(job, _ENDED, {"run": run, "status": status})
+
+    async def ended_before(self, job: str, run: int) -> int | None:
+        """wait(2) status with which an earlier run of this job ended by itself in a grace time, or None."""
+        note = await self.record(job, _ENDED)
+        return int(note["status"]) if note is not None and note["run"] < run else None
+
+    async def retire(self, job: str) -> None:
+        """The job ended well: remove its checkpoints."""
+        for entry in await self.entries(job):
+            await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+        await self._worker.call("record", job=job, name=_LATEST, delete=True)

@@ -1,0 +1,207 @@
+"""What the command line asks of an agent: one JSON request a line, answered by JSON lines, the last one of type
+`result` or `exit_error`. Who asks is what the kernel says of the peer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import pwd
+from collections.abc import Callable
+from typing import Any
+
+from gpucr_hpc import slurm, wire
+from gpucr_hpc.agent.catalog import Catalog, Entry
+from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.errors import (
+    CheckpointMissing,
+    GpucrError,
+    JobNotProtected,
+    PermissionRefused,
+    SlurmError,
+    UsageError,
+)
+from gpucr_hpc.log import Log
+from gpucr_hpc.model import Manifest, check_job_id
+
+log = Log(__name__)
+
+_PROGRESS_INTERVAL_S = 0.5
+
+
+class Control:
+    """Serves the control socket."""
+
+    def __init__(self, context: Context, jobs: dict[str, ProtectedJob], operators: set[int]) -> None:
+        self._context, self._jobs, self._operators = context, jobs, operators
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request of one connection."""
+
+        def say(record: dict[str, Any]) -> None:
+            writer.write(json.dumps(record).encode() + b"\n")
+
+        try:
+            peer = wire.peer_of(writer.get_extra_info("socket"))
+            request = json.loads(await asyncio.wait_for(reader.readline(), 10))
+            verb = str(request.pop("op", ""))
+            method = getattr(self, f"do_{verb}", None)
+            if method is None:
+                raise UsageError(reason=f"the agent does not know {verb!r}")
+            say({"type": "result", **await method(peer.uid, say, **request)})
+        except GpucrError as error:
+            say(error.as_dict())
+        except (ValueError, TypeError) as error:
+            say(UsageError(reason=f"bad request: {error}").as_dict())
+        except Exception as error:
+            log.exception("request failed")
+            say(GpucrError(reason=repr(error)).as_dict())
+        finally:
+            with contextlib.suppress(OSError):
+                await writer.drain()
+            writer.close()
+
+    def _everything(self, uid: int) -> bool:
+        return uid == 0 or uid in self._operators
+
+    def _job(self, uid: int, name: str) -> ProtectedJob:
+        job = self._jobs.get(check_job_id(name))
+        if job is None or job.capsule is None:
+            raise JobNotProtected(job=name, node=self._context.node)
+        if not job.may(uid, self._operators):
+            raise PermissionRefused(who=f"uid {uid}", action=f"act on job {name}")
+        return job
+
+    async def do_status(self, uid: int, _say: Callable[..., None]) -> dict[str, Any]:
+        """The protected jobs of this node that the caller may see."""
+        return {
+            "node": self._context.node,
+            "criu": self._context.criu.text if self._context.criu else None,
+            "problem": str(self._context.criu_problem) if self._context.criu_problem else None,
+            "jobs": [
+                {"job": j.job, "uid": j.uid, "phase": j.phase, "run": j.run, "last": j.last}
+                for j in self._jobs.values()
+                if j.may(uid, self._operators)
+            ],
+        }
+
+    async def do_checkpoint(
+        self, uid: int, say: Callable[..., None], job: str, requeue: bool = False
+    ) -> dict[str, Any]:
+        """Checkpoint a job now; with requeue it leaves this node."""
+        target = self._job(uid, job)
+        work = asyncio.ensure_future(target.checkpoint("demand", leave=requeue))
+        while not (await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL_S))[0]:
+            say({"type": "progress", "job": job, "phase": target.phase, **target.progress})
+        return {"checkpoint": work.result()}
+
+    async def _place(self, uid: int, job: str | None, directory: str | None) -> tuple[str, int, int]:
+        """Store root and the identity with which it is read for a caller."""
+        if directory:
+            root = self._context.store_root(directory)
+            owner = pwd.getpwuid(uid)
+            return root, owner.pw_uid, owner.pw_gid
+        live = self._jobs.get(job or "")
+        if live is not None and live.may(uid, self._operators):
+            return live.store_root, live.uid, live.gid
+        return self._context.config.store.root, uid, 0
+
+    async def _entries(self, uid: int, job: str | None, directory: str | None) -> list[tuple[str, Entry]]:
+        root, owner, group = await self._place(uid, job, directory)
+        async with self._context.worker(root, owner, group) as worker:
+            entries = await Catalog(self._context, worker, root).entries(job)
+        visible = []
+        for entry in entries:
+            owner_uid = entry.manifest.uid if entry.manifest else await self._owner(entry.job)
+            if self._everything(uid) or owner_uid == uid:
+                visible.append((root, entry))
+        return visible
+
+    async def _owner(self, job: str) -> int | None:
+        """Whose job it is when its manifest cannot be read; None when Slurm does not know it."""
+        try:
+            return (await slurm.job(job)).uid
+        except SlurmError:
+            return None
+
+    async def do_list(
+        self, uid: int, _say: Callable[..., None], job: str | None = None, directory: str | None = None
+    ) -> dict[str, Any]:
+        """Checkpoints that the caller may see, damaged ones with their problem."""
+        if job is not None:
+            check_job_id(job)
+        entries = await self._entries(uid, job, directory)
+        return {"checkpoints": [summary(entry, root) for root, entry in entries]}
+
+    async def do_show(
+        self, uid: int, _say: Callable[..., None], checkpoint: str, directory: str | None = None
+    ) -> dict[str, Any]:
+        """One checkpoint in full."""
+        for root, entry in await self._entries(uid, None, directory):
+            if entry.checkpoint == checkpoint:
+                if entry.manifest is None:
+                    raise entry.problem or CheckpointMissing(checkpoint=checkpoint, path=root)
+                return {"manifest": public(entry.manifest), "store": root}
+        raise CheckpointMissing(checkpoint=checkpoint, path=self._context.config.store.root)
+
+    async def do_verify(
+        self,
+        uid: int,
+        _say: Callable[..., None],
+        checkpoint: str,
+        deep: bool = False,
+        directory: str | None = None,
+    ) -> dict[str, Any]:
+        """Check a checkpoint's files against its manifest; deep reads and authenticates every byte."""
+        for root, entry in await self._entries(uid, None, directory):
+            if entry.checkpoint != checkpoint:
+                continue
+            if entry.manifest is None:
+                raise entry.problem or CheckpointMissing(checkpoint=checkpoint, path=root)
+            manifest = entry.manifest
+            async with self._context.worker(root, manifest.uid, manifest.gid) as worker:
+                key = Catalog(self._context, worker, root).key_of(manifest)
+                for image in manifest.images:
+                    await worker.call(
+                        "verify",
+                        job=entry.job,
+                        checkpoint=checkpoint,
+                        entry=image.as_dict(),
+                        key=key,
+                        deep=deep,
+                    )
+            return {"checkpoint": checkpoint, "good": True, "deep": deep}
+        raise CheckpointMissing(checkpoint=checkpoint, path=self._context.config.store.root)
+
+    async def do_probe_store(self, uid: int, _say: Callable[..., None]) -> dict[str, Any]:
+        """Write to the store as its account, for `gpucr doctor`."""
+        if not self._everything(uid):
+            raise PermissionRefused(who=f"uid {uid}", action="probe the store")
+        root = self._context.config.store.root
+        async with self._context.worker(root, 0, 0) as worker:
+            probe = await worker.call("probe")
+            return {"root": root, "free_bytes": await worker.call("space"), **probe}
+
+
+def summary(entry: Entry, root: str) -> dict[str, Any]:
+    """A checkpoint in a list."""
+    manifest = entry.manifest
+    record: dict[str, Any] = {"job": entry.job, "checkpoint": entry.checkpoint, "store": root}
+    if manifest is None:
+        return record | {"state": "damaged", "problem": str(entry.problem)}
+    return record | {
+        "state": "complete",
+        "created": manifest.created,
+        "uid": manifest.uid,
+        "reason": manifest.reason,
+        "run": manifest.run,
+        "nodes": [manifest.meta["node"]],
+        "bytes_plain": manifest.bytes_plain,
+        "bytes_stored": manifest.bytes_stored,
+    }
+
+
+def public(manifest: Manifest) -> dict[str, Any]:
+    """A manifest without its key slots."""
+    return {k: v for k, v in manifest.as_dict().items() if k != "slots"}

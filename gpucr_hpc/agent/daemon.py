@@ -1,0 +1,188 @@
+"""`gpucr agent`: start, sockets, and the way of each connection to its job."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from gpucr_hpc import log as logging
+from gpucr_hpc import wire
+from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.control import Control
+from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.supervisor import Supervisor
+from gpucr_hpc.capsule import RunDir, cgroup, network
+from gpucr_hpc.capsule.capsule import discard
+from gpucr_hpc.config import Config, load
+from gpucr_hpc.engine import criu
+from gpucr_hpc.errors import CriuError, GpucrError, HostError
+from gpucr_hpc.image.keys import load_signing_key, load_site_key, load_trusted
+from gpucr_hpc.log import Log
+from gpucr_hpc.model import check_job_id
+
+log = Log(__name__)
+
+_HELLO_LIMIT_S = 10.0
+
+
+class Agent:
+    """All protected jobs of this node."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.jobs: dict[str, ProtectedJob] = {}
+
+    async def adopt(self) -> None:
+        """Find the capsules of an earlier agent again, and remove what is left of dead ones."""
+        for run_dir in RunDir.all(self.context.config.agent.run_dir):
+            state = run_dir.load()
+            job = ProtectedJob(self.context, run_dir.job)
+            try:
+                if state is None:
+                    await discard(run_dir.job, run_dir, None)
+                elif await job.adopt(state):
+                    self.jobs[job.job] = job
+            except (GpucrError, OSError) as error:
+                log.error("job not adopted", job=run_dir.job, error=str(error))
+        for name in network.existing():
+            if name not in self.jobs:
+                await network.remove(name)
+
+    async def supervisor(self, channel: wire.Channel) -> None:
+        """Serve one connection on the agent's socket until it ends."""
+        with contextlib.suppress(TimeoutError):
+            hello = await asyncio.wait_for(channel.receive(), _HELLO_LIMIT_S)
+            if hello is not None and hello.type is wire.Type.HELLO:
+                await self._serve(channel, hello)
+
+    async def _serve(self, channel: wire.Channel, hello: wire.Frame) -> None:
+        supervisor = Supervisor(channel, hello, hello.get("STEP", "batch"))
+        try:
+            name = check_job_id(hello.get("JOB"))
+            if not cgroup.in_slurm_job(supervisor.pid):
+                raise HostError(reason=f"pid {supervisor.pid} is not in a control group of a Slurm step")
+        except (GpucrError, OSError) as error:
+            log.warning("supervisor refused", pid=supervisor.pid, uid=supervisor.uid, error=str(error))
+            await supervisor.run_unprotected(f"this job runs without protection: {error}")
+            return
+        job = self.jobs.setdefault(name, ProtectedJob(self.context, name))
+        if job.supervisors and job.uid != supervisor.uid:
+            log.warning("foreign supervisor refused", job=name, uid=supervisor.uid)
+            return
+        try:
+            await job.hello(supervisor)
+            while (frame := await channel.receive()) is not None:
+                await job.frame(supervisor, frame)
+        finally:
+            await asyncio.shield(job.gone(supervisor))
+            if job.idle:
+                self.jobs.pop(name, None)
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def _listen(path: Path, handler: Handler) -> asyncio.Server:
+    """A Unix socket that everybody may connect to; who it is, the kernel says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    server = await asyncio.start_unix_server(handler, str(path), backlog=512, limit=wire.MAX_PAYLOAD_BYTES)
+    path.chmod(0o666)
+    return server
+
+
+def _guarded(serve: Callable[[wire.Channel], Awaitable[None]]) -> Handler:
+    async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await serve(wire.Channel(reader, writer))
+        except GpucrError as error:
+            log.warning("connection refused", error=str(error))
+        except Exception:
+            log.exception("connection failed")
+        finally:
+            writer.close()
+
+    return handler
+
+
+def node_name() -> str:
+    """This node's name as Slurm has it: SLURMD_NODENAME, else the short host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+
+
+async def make_context(config: Config) -> Context:
+    """Read keys and look at CRIU; a host without a usable CRIU still serves, and says why it protects nothing."""
+    problem: CriuError | None = None
+    info = None
+    try:
+        info = await criu.inspect(config.engine)
+    except CriuError as error:
+        problem = error
+        log.error("CRIU not usable", error=str(error))
+    signing = load_signing_key(config.keys.signing)
+    return Context(
+        config=config,
+        node=node_name(),
+        site_key=load_site_key(config.keys.site),
+        signing_key=signing,
+        trusted=load_trusted(config.keys.trusted, signing),
+        criu=info,
+        criu_problem=problem,
+    )
+
+
+def operators(config: Config) -> set[int]:
+    """Uids of the configured operators; unknown names are reported and left out."""
+    found = set()
+    for name in config.agent.operators:
+        try:
+            found.add(pwd.getpwnam(name).pw_uid)
+        except KeyError:
+            log.warning("agent.operators: no such account", name=name)
+    return found
+
+
+async def serve(config: Config) -> None:
+    """Run the agent until SIGTERM or SIGINT; capsules stay and are found again by the next one."""
+    run_dir = Path(config.agent.run_dir)
+    (run_dir / "jobs").mkdir(parents=True, exist_ok=True)
+    run_dir.chmod(0o755)
+    (run_dir / "jobs").chmod(0o711)
+    context = await make_context(config)
+    await network.prepare_host(config.network)
+    agent = Agent(context)
+    await agent.adopt()
+    control = Control(context, agent.jobs, operators(config))
+    servers = [
+        await _listen(run_dir / "agent.sock", _guarded(agent.supervisor)),
+        await _listen(run_dir / "control.sock", control.handle),
+    ]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    log.info("agent ready", node=context.node, jobs=len(agent.jobs), criu=context.criu and context.criu.text)
+    await stop.wait()
+    for server in servers:
+        server.close()
+    log.info("agent stops", jobs=len(agent.jobs))
+
+
+def main() -> None:
+    """Entry of `gpucr agent`."""
+    try:
+        config = load()
+        logging.setup(config.agent.log_level)
+        asyncio.run(serve(config))
+    except GpucrError as error:
+        print(f"gpucr: error: {error}", file=sys.stderr)
+        if error.advice():
+            print(f"gpucr: hint: {error.advice()}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

@@ -1,0 +1,59 @@
+"""A supervisor's connection: what it said of itself, and our orders to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpucr_hpc import wire
+
+
+@dataclass
+class Supervisor:
+    """One gpucr-task. key: "batch" or a step's key and task rank; pid on the host."""
+
+    channel: wire.Channel
+    hello: wire.Frame
+    key: str
+
+    @property
+    def pid(self) -> int:
+        return self.channel.peer.pid
+
+    @property
+    def uid(self) -> int:
+        return self.channel.peer.uid
+
+    @property
+    def gid(self) -> int:
+        return self.channel.peer.gid
+
+    async def run_unprotected(self, message: str) -> None:
+        await self.channel.send(wire.make(wire.Type.RUN, MSG=message))
+
+    async def refuse(self, message: str, exit_code: int) -> None:
+        await self.channel.send(wire.make(wire.Type.REFUSE, MSG=message, STATUS=exit_code))
+
+    async def start(self, socket: str, env: dict[str, str], message: str) -> None:
+        await self.channel.send(
+            wire.make(
+                wire.Type.START, ("ENV", wire.env_pairs(env)), SOCKET=socket, TASK=self.key, MSG=message
+            )
+        )
+
+    async def attach(self, socket: str, message: str) -> None:
+        await self.channel.send(wire.make(wire.Type.ATTACH, SOCKET=socket, TASK=self.key, MSG=message))
+
+    async def release(self, message: str) -> None:
+        await self.channel.send(wire.make(wire.Type.RELEASE, STATUS=0, MSG=message))
+
+    async def forward(self, signal: int) -> None:
+        await self.channel.send(wire.make(wire.Type.FORWARD, SIGNAL=signal))
+
+    async def absorb(self, signal: int, message: str = "") -> None:
+        await self.channel.send(wire.make(wire.Type.ABSORB, SIGNAL=signal, MSG=message))
+
+    async def ok(self) -> None:
+        await self.channel.send(wire.make(wire.Type.OK))
+
+    async def print(self, message: str) -> None:
+        await self.channel.send(wire.make(wire.Type.PRINT, MSG=message))

@@ -1,0 +1,194 @@
+"""Build, find, restore into and end a capsule. gpucr-init does the privileged work; this talks to it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpucr_hpc import wire
+from gpucr_hpc.capsule import cgroup, network
+from gpucr_hpc.capsule.processes import namespace_processes, read_process, start_time
+from gpucr_hpc.capsule.rundir import RunDir
+from gpucr_hpc.config import NetworkConfig
+from gpucr_hpc.errors import CapsuleError, RestoreFailed
+from gpucr_hpc.proc import clean_env, run_async
+
+INIT_PROGRAM = "/usr/lib/gpucr/gpucr-init"
+PRIVATE_DIRECTORIES = ("/tmp", "/dev/shm")  # noqa: S108 - inside the capsule these are its own tmpfs
+_BUILD_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Capsule:
+    """A capsule that exists. init_pid, init_start: PID 1 on the host and its start time in clock ticks.
+    root: pid of the holder inside the namespace, root of the dump."""
+
+    job: str
+    node_rank: int
+    uid: int
+    gid: int
+    init_pid: int
+    init_start: int
+    root: int
+
+    def alive(self) -> bool:
+        """Whether PID 1 still runs; start times guard against a reused pid."""
+        process = read_process(self.init_pid)
+        return process is not None and process.state not in "ZX" and start_time(self.init_pid) == self.init_start
+
+    def inside(self, path: str) -> Path:
+        """A path of the capsule's mount namespace, seen from the host."""
+        return Path(f"/proc/{self.init_pid}/root") / path.lstrip("/")
+
+    def shepherd(self) -> int | None:
+        """Pid of the shepherd inside the namespace."""
+        return next(
+            (p.nspid for p in namespace_processes(self.init_pid) if p.name == "gpucr-shepherd"), None
+        )
+
+    async def kill(self) -> None:
+        """End every process of the capsule (the kernel does it when PID 1 dies) and wait until they are gone."""
+        if not self.alive():
+            return
+        descriptor = os.pidfd_open(self.init_pid)
+        try:
+            if start_time(self.init_pid) == self.init_start:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            loop, gone = asyncio.get_running_loop(), asyncio.Event()
+            loop.add_reader(descriptor, gone.set)
+            try:
+                await asyncio.wait_for(gone.wait(), 30)
+            except TimeoutError:
+                raise CapsuleError(job=self.job, node="this node", reason="its init does not die") from None
+            finally:
+                loop.remove_reader(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose the capsule is, read from the supervisor's own process, and where it belongs."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    supervisor_pid: int
+
+    @classmethod
+    def of(cls, supervisor_pid: int, uid: int, gid: int) -> Identity:
+        """Take the supplementary groups that Slurm gave the supervisor."""
+        for line in Path(f"/proc/{supervisor_pid}/status").read_text().splitlines():
+            if line.startswith("Groups:"):
+                return cls(uid, gid, tuple(int(g) for g in line.split()[1:]), supervisor_pid)
+        return cls(uid, gid, (), supervisor_pid)
+
+
+class Builder:
+    """A capsule under construction in restore mode: its holder waits for the order to run CRIU."""
+
+    def __init__(self, capsule: Capsule, control: wire.Channel) -> None:
+        self.capsule, self._control = capsule, control
+
+    async def restore(
+        self, argv: Sequence[str], env: Mapping[str, str], *, old_root: int, shepherd: int, log: Path
+    ) -> Capsule:
+        """Have the holder run CRIU as its own child and take the restored tree over.
+
+        Returns the capsule with its new root. Raises RestoreFailed with CRIU's last words.
+        """
+        await self._control.send(
+            wire.make(
+                wire.Type.RESTORE,
+                ("ARG", argv),
+                ("ENV", wire.env_pairs(env)),
+                OLD=old_root,
+                SHEPHERD=shepherd,
+            )
+        )
+        result = await self._control.receive()
+        if result is None or result.type is not wire.Type.RESULT:
+            raise RestoreFailed(reason="the capsule's holder died while CRIU ran", log=log)
+        if result.int("STATUS") != 0:
+            raise RestoreFailed(reason=result.get("MSG").strip() or f"CRIU: status {result.get('STATUS')}", log=log)
+        adopted = await self._control.receive()
+        if adopted is None or adopted.type is not wire.Type.ADOPTED:
+            why = adopted.get("MSG") if adopted else "it died"
+            raise RestoreFailed(reason=f"the holder could not take the restored tree over: {why}", log=log)
+        self._control.close()
+        return replace(self.capsule, root=adopted.int("ROOT"))
+
+
+async def build(
+    job: str,
+    run_dir: RunDir,
+    who: Identity,
+    *,
+    hostname: str,
+    node_rank: int,
+    config: NetworkConfig,
+    restore_above: int | None = None,
+) -> Builder:
+    """Make network and namespaces for a job.
+
+    run_dir exists (RunDir.make). restore_above: None starts a shepherd; a number prepares a restore, with new pids
+    above it. On any failure everything made is removed again and CapsuleError says which step failed.
+    """
+    restoring = restore_above is not None
+    run_dir.hosts.write_text(
+        f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{network.address(config, node_rank)} {hostname}\n"
+    )
+    await network.create(job, node_rank, config, locked=restoring)
+    ours, theirs = socket.socketpair()
+    netns = os.open(network.namespace_path(job), os.O_RDONLY | os.O_CLOEXEC)
+    argv = [
+        *(INIT_PROGRAM, "capsule", "--mode", "restore" if restoring else "start"),
+        *("--uid", str(who.uid), "--gid", str(who.gid)),
+        *("--groups", ",".join(map(str, who.groups)) or str(who.gid)),
+        *("--hostname", hostname, "--run-dir", str(run_dir.path), "--hosts", str(run_dir.hosts)),
+        *("--netns", str(netns), "--control", str(theirs.fileno())),
+        *("--last-pid", str(restore_above or 0), "--tmpfs-size", "0"),
+    ]
+    for directory in PRIVATE_DIRECTORIES:
+        argv += ["--private", directory]
+    capsule = None
+    try:
+        starter = await run_async(
+            argv, timeout_s=_BUILD_LIMIT_S, env=clean_env(), pass_fds=(netns, theirs.fileno())
+        )
+        theirs.close()
+        ours.setblocking(False)
+        control = await wire.channel_from(ours)
+        ready = await asyncio.wait_for(control.receive(), _BUILD_LIMIT_S)
+        if starter.status != 0 or ready is None or ready.type is not wire.Type.READY:
+            why = ready.get("MSG") if ready else (starter.stderr.strip() or f"status {starter.status}")
+            raise CapsuleError(job=job, node=hostname, reason=f"not built: {why}")
+        init_pid = ready.int("PID")
+        capsule = Capsule(
+            job, node_rank, who.uid, who.gid, init_pid, start_time(init_pid) or 0, ready.int("ROOT")
+        )
+        for process in namespace_processes(init_pid):
+            cgroup.place(process.pid, like=who.supervisor_pid)
+    except TimeoutError:
+        await discard(job, run_dir, capsule)
+        raise CapsuleError(job=job, node=hostname, reason=f"not ready within {_BUILD_LIMIT_S} s") from None
+    except BaseException:
+        await discard(job, run_dir, capsule)
+        raise
+    finally:
+        theirs.close()
+        os.close(netns)
+    return Builder(capsule, control)
+
+
+async def discard(job: str, run_dir: RunDir, capsule: Capsule | None) -> None:
+    """Remove everything of a job from this node: processes, network, run directory."""
+    if capsule is not None:
+        await capsule.kill()
+    await network.remove(job)
+    run_dir.remove()

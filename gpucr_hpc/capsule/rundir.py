@@ -1,0 +1,79 @@
+"""Paths of one job below the agent's run directory (a tmpfs, gone after a reboot like the job itself)."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """<run_dir>/jobs/<job>: `user/` belongs to the job's owner, everything else to root."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, run_dir: str, job: str) -> RunDir:
+        """The directory of one job; the same path on every node, since CRIU binds its sockets again there."""
+        return cls(Path(run_dir) / "jobs" / job)
+
+    @classmethod
+    def all(cls, run_dir: str) -> list[RunDir]:
+        """The directories of every job known on this node."""
+        jobs = Path(run_dir) / "jobs"
+        return [cls(p) for p in sorted(jobs.iterdir())] if jobs.is_dir() else []
+
+    @property
+    def job(self) -> str:
+        return self.path.name
+
+    @property
+    def shepherd_socket(self) -> str:
+        return str(self.path / "user" / "shepherd.sock")
+
+    @property
+    def images(self) -> Path:
+        """CRIU's images directory: only the streamer's sockets, the hook's socket and statistics lie there."""
+        return self.path / "img"
+
+    @property
+    def work(self) -> Path:
+        """CRIU's work directory: its log."""
+        return self.path / "work"
+
+    @property
+    def hosts(self) -> Path:
+        return self.path / "hosts"
+
+    def make(self, uid: int, gid: int) -> None:
+        """Create it afresh; what an earlier run of the same job left is removed first."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        for directory, mode in ((self.path, 0o711), (self.images, 0o711), (self.work, 0o700)):
+            directory.mkdir(parents=True)
+            directory.chmod(mode)
+        user = self.path / "user"
+        user.mkdir(mode=0o700)
+        os.chown(user, uid, gid)
+        (self.work / "libdir").mkdir()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def save(self, state: dict[str, Any]) -> None:
+        """Write the job's state for a later agent; rename makes it whole or old, never half."""
+        temporary = self.path / "state.json.new"
+        temporary.write_text(json.dumps(state))
+        temporary.chmod(0o600)
+        temporary.rename(self.path / "state.json")
+
+    def load(self) -> dict[str, Any] | None:
+        """The saved state, or None when there is none that can be read."""
+        try:
+            state = json.loads((self.path / "state.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return state if isinstance(state, dict) else None

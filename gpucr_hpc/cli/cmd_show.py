@@ -1,0 +1,42 @@
+"""gpucr show."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gpucr_hpc.cli import output
+from gpucr_hpc.cli.client import ask
+from gpucr_hpc.units import format_bytes
+
+
+def show(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint id, as `gpucr list` prints it.")],
+    checkpoint_dir: Annotated[
+        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+) -> None:
+    """One checkpoint: what it holds and what it needs for a restore."""
+    answer = ask("show", checkpoint=checkpoint, directory=checkpoint_dir)
+    manifest = answer["manifest"]
+    if json:
+        output.as_json({"type": "checkpoint", "store": answer["store"], **manifest})
+        return
+    meta, tree = manifest["meta"], manifest["meta"]["tree"]
+    output.fields(
+        [
+            ("checkpoint", manifest["checkpoint"]),
+            ("job", f"{manifest['job']} (run {manifest['run']}, uid {manifest['uid']})"),
+            ("created", f"{manifest['created']}, reason {manifest['reason']}"),
+            ("node", meta["node"]),
+            ("processes", f"{tree['processes']} with {tree['threads']} threads"),
+            ("size", format_bytes(sum(i["bytes_plain"] for i in manifest["images"]))),
+            ("stored", format_bytes(sum(i["bytes_stored"] for i in manifest["images"]))),
+            ("needs", f"CRIU >= {meta['host']['criu']}, {meta['host']['machine']}"),
+            ("open files", len(meta["files"])),
+            *((f"  {f['path']}", f"{f['size_bytes']} bytes") for f in meta["files"]),
+            ("phases", ", ".join(f"{k} {v:.3f} s" for k, v in meta["phases_s"].items())),
+        ]
+    )

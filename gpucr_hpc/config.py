@@ -1,0 +1,151 @@
+"""Configuration: /etc/gpucr/gpucr.toml into frozen dataclasses; an unknown key is refused.
+
+Every value has a default, so an empty or missing file is valid.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gpucr_hpc.errors import ConfigError
+
+DEFAULT_PATH = Path("/etc/gpucr/gpucr.toml")
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where checkpoints are kept.
+
+    root: directory on the parallel file system. allowed_roots: directories below which a user may place a
+    store of his own with --checkpoint-dir. user: account that owns and writes `root` (root is squashed on
+    most parallel file systems). keep_last: complete checkpoints kept of a job that runs on.
+    """
+
+    root: str = "/var/lib/gpucr/store"
+    allowed_roots: tuple[str, ...] = ()
+    user: str = "root"
+    keep_last: int = 2
+
+
+@dataclass(frozen=True)
+class KeysConfig:
+    """site: 32-byte key that wraps the data keys. signing: Ed25519 private key that signs manifests.
+
+    trusted: directory of Ed25519 public keys (*.pub) whose manifests are accepted besides our own.
+    """
+
+    site: str = "/etc/gpucr/keys/site.key"
+    signing: str = "/etc/gpucr/keys/signing.key"
+    trusted: str = "/etc/gpucr/keys/trusted"
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """run_dir: sockets and per-job state, on a tmpfs. operators: users who may checkpoint others' jobs.
+
+    when_unprotected: what happens to a job that asked for protection and cannot have it: "run" it with a
+    line in its output, or "fail" it. on_restore_failure: "hold" the job (no work lost), or run it from
+    "scratch".
+    """
+
+    run_dir: str = "/run/gpucr"
+    operators: tuple[str, ...] = ()
+    when_unprotected: str = "run"
+    on_restore_failure: str = "hold"
+    log_level: str = "info"
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """criu: program. ghost_limit_bytes: largest deleted file taken along. freeze_timeout_s: time for the
+    tree to stop. dump_timeout_s: longest freeze, after which the job runs on without a checkpoint.
+    """
+
+    criu: str = "criu"
+    ghost_limit_bytes: int = 64 << 30
+    freeze_timeout_s: int = 30
+    dump_timeout_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """subnet: addresses of capsules, by node rank; the same on every node. nat: let jobs reach the site's
+    network through their node."""
+
+    subnet: str = "10.200.0.0/16"
+    nat: bool = True
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole configuration of one node."""
+
+    store: StoreConfig = field(default_factory=StoreConfig)
+    keys: KeysConfig = field(default_factory=KeysConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+
+
+_CHOICES = {
+    "when_unprotected": ("run", "fail"),
+    "on_restore_failure": ("hold", "scratch"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+
+
+def load(path: Path | None = None) -> Config:
+    """Read a configuration; the path comes from the argument, then GPUCR_CONFIG, then the default.
+
+    A missing default file gives the defaults. Raises ConfigError with the file's name otherwise.
+    """
+    named = path or (Path(os.environ["GPUCR_CONFIG"]) if "GPUCR_CONFIG" in os.environ else None)
+    where = named or DEFAULT_PATH
+    try:
+        with where.open("rb") as file:
+            table = tomllib.load(file)
+    except FileNotFoundError:
+        if named is None:
+            return Config()
+        raise ConfigError(path=where, reason="no such file") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(path=where, reason=error) from None
+    return parse(table, where)
+
+
+def parse(table: dict[str, Any], where: Path) -> Config:
+    """Turn a decoded TOML table into a Config; raise ConfigError for unknown keys and wrong types."""
+    sections = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+    unknown = set(table) - set(sections)
+    if unknown:
+        raise ConfigError(path=where, reason=f"unknown section [{sorted(unknown)[0]}]")
+    built = {name: _section(factory, table.get(name, {}), name, where) for name, factory in sections.items()}
+    return Config(**built)
+
+
+def _section(factory: Any, table: Any, name: str, where: Path) -> Any:
+    if not isinstance(table, dict):
+        raise ConfigError(path=where, reason=f"[{name}] must be a table")
+    default = factory()
+    values: dict[str, Any] = {}
+    known = {f.name for f in dataclasses.fields(default)}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(path=where, reason=f"unknown key {name}.{key}")
+        wanted = type(getattr(default, key))
+        if wanted is tuple and isinstance(value, list) and all(isinstance(v, str) for v in value):
+            values[key] = tuple(value)
+        elif wanted is float and isinstance(value, int) and not isinstance(value, bool):
+            values[key] = float(value)
+        elif type(value) is wanted:
+            values[key] = value
+        else:
+            raise ConfigError(path=where, reason=f"{name}.{key} must be of type {wanted.__name__}")
+        if key in _CHOICES and value not in _CHOICES[key]:
+            raise ConfigError(path=where, reason=f"{name}.{key} must be one of {', '.join(_CHOICES[key])}")
+    return dataclasses.replace(default, **values)

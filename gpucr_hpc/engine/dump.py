@@ -1,0 +1,254 @@
+"""One dump of one capsule: freeze, stream into a worker, stop at the point of no return, then kill or resume.
+
+CRIU runs its action script at `post-dump`, when every image file is written and the tasks are still frozen. The hook
+waits for us: if we answer 0 the tasks are killed (or resumed, with leave_running), with anything else, or when
+this agent dies, CRIU undoes the dump and the tasks run on. So the commit of the checkpoint happens inside the hook.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpucr_hpc import wire
+from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
+from gpucr_hpc.capsule.processes import Process, namespace_processes
+from gpucr_hpc.capsule.rundir import RunDir
+from gpucr_hpc.config import EngineConfig
+from gpucr_hpc.engine import criu
+from gpucr_hpc.engine.worker_client import WorkerClient, pipe
+from gpucr_hpc.errors import DumpFailed
+from gpucr_hpc.log import Log
+from gpucr_hpc.proc import clean_env, run_async
+
+FILES_STREAM = "private-files.tar"
+LOG_DIRECTORY = Path("/var/log/gpucr")
+_UNDO_LIMIT_S = 60.0
+
+log = Log(__name__)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A captured, still frozen tree. streams: names in the image; processes: what was in the namespace."""
+
+    streams: list[str]
+    processes: list[Process]
+    freeze_s: float
+
+
+class Dump:
+    """A dump under way. Call `capture`, then exactly one of `commit` and `undo`."""
+
+    def __init__(self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig) -> None:
+        self._capsule, self._run_dir, self._worker, self._config = capsule, run_dir, worker, config
+        self._criu: asyncio.subprocess.Process | None = None
+        self._server: asyncio.Server | None = None
+        self._hooks: dict[str, wire.Channel] = {}
+        self._arrived = asyncio.Event()
+        self._ended: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._log = run_dir.work / "dump.log"
+
+    async def capture(self, *, leave_running: bool) -> Frozen:
+        """Freeze the tree and stream it into the worker; on return it is still frozen.
+
+        Raises DumpFailed or an error of the worker; `undo` is to be called then.
+        """
+        capsule, start = self._capsule, time.monotonic()
+        await self._listen()
+        argv = criu.enter_argv(
+            capsule.init_pid,
+            capsule.uid,
+            capsule.gid,
+            criu.dump_argv(
+                self._config, capsule.root, self._run_dir.images, self._run_dir.work, leave_running=leave_running
+            ),
+        )
+        self._criu = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=clean_env({"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}),
+            start_new_session=True,
+        )
+        ended = self._ended = asyncio.ensure_future(self._criu.communicate())
+        arrived = asyncio.ensure_future(self._arrived.wait())
+        done, _ = await asyncio.wait(
+            {ended, arrived}, timeout=self._config.dump_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        arrived.cancel()
+        if not done:
+            await self._worker.abandon()  # without its stream CRIU fails and undoes
+            raise await self._failure(f"not done within {self._config.dump_timeout_s:.0f} s")
+        if ended in done and not self._arrived.is_set():
+            raise await self._failure("")
+        freeze_s = time.monotonic() - start
+        streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
+        await self._take_private_files()
+        processes = self._check_complete(streams)
+        return Frozen(streams, processes, freeze_s)
+
+    async def commit(self) -> None:
+        """Let CRIU finish as it was told: kill the tree or let it run on. Raises DumpFailed if CRIU then fails."""
+        assert self._criu is not None
+        assert self._ended is not None
+        await self._answer(0)
+        await self._ended
+        await self._close()
+        if self._criu.returncode != 0:
+            raise await self._failure("CRIU failed after the commit")
+
+    async def undo(self) -> None:
+        """Make the tree run on as before the dump. A CRIU that still streams ends when its worker is gone."""
+        await self._answer(1)
+        if self._ended is not None:
+            await self._wait_undone()
+        await self._close()
+
+    async def _wait_undone(self) -> None:
+        assert self._ended is not None
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ended), _UNDO_LIMIT_S)
+        except TimeoutError:
+            # Killing a CRIU that holds tasks can leave its code inside them; it is the last resort.
+            log.error("criu does not end, killed", job=self._capsule.job)
+            assert self._criu is not None
+            self._criu.kill()
+            await self._ended
+
+    async def _listen(self) -> None:
+        path = self._run_dir.images / "hook.sock"
+        path.unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._hook, str(path))
+        path.chmod(0o666)  # the hook has the user's real id, and a shell between may drop the effective one
+
+    async def _hook(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = wire.Channel(reader, writer)
+        frame = await channel.receive()
+        if frame is None or frame.type is not wire.Type.HOOK or channel.peer.uid not in (0, self._capsule.uid):
+            channel.close()
+            return
+        if frame.get("ACTION") == "post-dump" and not self._arrived.is_set():
+            self._hooks["post-dump"] = channel
+            self._arrived.set()
+            return
+        await channel.send(wire.make(wire.Type.HOOKRESULT, STATUS=0))
+        channel.close()
+
+    async def _answer(self, status: int) -> None:
+        channel = self._hooks.pop("post-dump", None)
+        if channel is not None:
+            await channel.send(wire.make(wire.Type.HOOKRESULT, STATUS=status))
+            channel.close()
+
+    async def _close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        (self._run_dir.images / "hook.sock").unlink(missing_ok=True)
+
+    async def _failure(self, reason: str) -> DumpFailed:
+        """The error to raise, after CRIU has ended; its log is kept where an admin finds it."""
+        await self._wait_undone()
+        await self._close()
+        assert self._ended is not None
+        output = (await self._ended)[0].decode(errors="replace")
+        said = criu.explain_file(self._log) if self._log.exists() else criu.explain(output)
+        kept = keep_log(self._log, self._capsule.job)
+        return DumpFailed(reason="; ".join(filter(None, [reason, said])), log=kept)
+
+    async def _take_private_files(self) -> None:
+        """Add the capsule's own /tmp and /dev/shm to the image; CRIU does not save files that have a name.
+
+        Its link_remap files, which stand for open files whose name is gone, lie there too and go along; here they
+        are removed again, since they belong to the image alone.
+        """
+        read, write = pipe()
+        try:
+            names = [directory.lstrip("/") for directory in PRIVATE_DIRECTORIES]
+            tar = await asyncio.create_subprocess_exec(
+                *("tar", "--create", "--sparse", "--xattrs", "--acls", "--numeric-owner", "--warning=no-file-ignored"),
+                *("--directory", str(self._capsule.inside("/")), "--file", "-", *names),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=write,
+                stderr=asyncio.subprocess.PIPE,
+                env=clean_env(),
+            )
+        finally:
+            os.close(write)
+        try:
+            await self._worker.call("add", [read], name=FILES_STREAM)
+        finally:
+            os.close(read)
+        _, said = await tar.communicate()
+        if tar.returncode != 0:
+            text = said.decode(errors="replace").strip()[-500:]
+            raise DumpFailed(reason=f"cannot save the job's /tmp and /dev/shm: {text}", log="tar")
+        remove_link_remaps(self._capsule)
+
+    def _check_complete(self, streams: list[str]) -> list[Process]:
+        """Compare the image with what the namespace holds: a process that is not in the image would be lost."""
+        saved = {name.removeprefix("core-").removesuffix(".img") for name in streams if name.startswith("core-")}
+        processes = namespace_processes(self._capsule.init_pid)
+        entered = {p.pid for p in processes if p.name in ("criu", "gpucr-hook", "gpucr-init")}
+        missing = [
+            p
+            for p in processes[1:]
+            if str(p.nspid) not in saved and p.pid not in entered and p.ppid not in entered and p.state != "Z"
+        ]
+        if missing:
+            names = ", ".join(f"{p.name} (pid {p.nspid})" for p in missing)
+            raise DumpFailed(reason=f"not in the image: {names}", log=self._log)
+        return [p for p in processes[1:] if str(p.nspid) in saved]
+
+
+def remove_link_remaps(capsule: Capsule) -> None:
+    """Remove CRIU's stand-ins for nameless files from the capsule's private directories."""
+    for directory in PRIVATE_DIRECTORIES:
+        for path in capsule.inside(directory).rglob("link_remap.*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def keep_log(path: Path, job: str) -> Path:
+    """Copy a log out of the run directory, which goes with the job; return the copy's path, or the original."""
+    try:
+        LOG_DIRECTORY.mkdir(mode=0o750, parents=True, exist_ok=True)
+        kept = LOG_DIRECTORY / f"job{job}-{path.name}"
+        shutil.copyfile(path, kept)
+        kept.chmod(0o640)
+    except OSError:
+        return path
+    return kept
+
+
+async def put_private_files(capsule: Capsule, worker: WorkerClient) -> None:
+    """Fill a new capsule's /tmp and /dev/shm from the image; raise DumpFailed's counterpart on failure."""
+    read, write = pipe()
+    try:
+        tar = asyncio.ensure_future(
+            run_async(
+                [
+                    *("tar", "--extract", "--preserve-permissions", "--xattrs", "--acls", "--numeric-owner"),
+                    *("--directory", str(capsule.inside("/")), "--file", f"/dev/fd/{read}"),
+                ],
+                env=clean_env(),
+                pass_fds=(read,),
+            )
+        )
+        try:
+            await worker.call("extract", [write], name=FILES_STREAM)
+        finally:
+            os.close(write)
+            write = -1
+        (await tar).check()
+    finally:
+        os.close(read)
+        if write >= 0:
+            os.close(write)

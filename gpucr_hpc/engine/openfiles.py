@@ -1,0 +1,101 @@
+"""Regular files that a tree has open: recorded at the dump, made fit before a restore."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import stat
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gpucr_hpc.capsule.processes import Process
+
+_WRITE = os.O_WRONLY | os.O_RDWR
+
+
+@dataclass(frozen=True)
+class OpenFile:
+    """A file open for writing: path inside the capsule, size in bytes at the dump, open(2) flags."""
+
+    path: str
+    size_bytes: int
+    flags: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def writable_files(processes: list[Process], private: tuple[str, ...]) -> list[OpenFile]:
+    """Every named regular file that a process can write to, once per path.
+
+    Files below a private directory travel in the image and are left out, deleted files too.
+    """
+    found: dict[str, OpenFile] = {}
+    for process in processes:
+        directory = f"/proc/{process.pid}/fd"
+        try:
+            numbers = os.listdir(directory)
+        except OSError:
+            continue
+        for number in numbers:
+            try:
+                path, status = os.readlink(f"{directory}/{number}"), os.stat(f"{directory}/{number}")
+                flags = _flags(process.pid, number)
+            except (OSError, ValueError):
+                continue
+            if (
+                stat.S_ISREG(status.st_mode)
+                and flags & _WRITE
+                and status.st_nlink
+                and not path.startswith(tuple(f"{p}/" for p in private))
+            ):
+                found[path] = OpenFile(path, status.st_size, flags)
+    return sorted(found.values(), key=lambda f: f.path)
+
+
+def _flags(pid: int, number: str) -> int:
+    with open(f"/proc/{pid}/fdinfo/{number}") as file:
+        for line in file:
+            if line.startswith("flags:"):
+                return int(line.split()[1], 8)
+    raise ValueError("no flags")
+
+
+def roll_back(files: list[OpenFile], suffix: str) -> list[str]:
+    """Cut files that grew since the dump back to their size then; the tail is kept beside as PATH.SUFFIX.
+
+    CRIU refuses a file of another size, and what a job writes again would stand there twice. Runs under the
+    identity of the job's user. Returns a line for each changed file; OSError when one cannot be changed.
+    """
+    report = []
+    for file in files:
+        try:
+            descriptor = os.open(file.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # CRIU names it
+        with os.fdopen(descriptor, "r+b") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size <= file.size_bytes:
+                continue
+            opened.seek(file.size_bytes)
+            kept, aside = _create_beside(file.path, suffix)
+            with os.fdopen(kept, "wb") as tail:
+                while block := opened.read(1 << 20):
+                    tail.write(block)
+                tail.flush()
+                os.fsync(tail.fileno())
+            opened.truncate(file.size_bytes)
+            report.append(f"{file.path}: {size - file.size_bytes} bytes written after the checkpoint moved to {aside}")
+    return report
+
+
+def _create_beside(path: str, suffix: str) -> tuple[int, str]:
+    """A new file PATH.SUFFIX, or PATH.SUFFIX.N when the job was rolled back to the same checkpoint before."""
+    for number in itertools.count():
+        name = f"{path}.{suffix}" + (f".{number}" if number else "")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            return os.open(name, flags, 0o600), name
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")

@@ -1,0 +1,124 @@
+"""What cannot be saved, found before anything is frozen: read from /proc, some milliseconds per process."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
+
+# Character devices that CRIU saves: null, zero, full, random, urandom, kmsg is not among them (mem(4)).
+_SAVED_MEMORY_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
+_TTY_MAJORS = {5, *range(136, 144)}
+_REFUSED_ANONYMOUS = {
+    "anon_inode:[io_uring]": "io_uring ring",
+    "anon_inode:[userfaultfd]": "userfaultfd",
+    "anon_inode:[perf_event]": "performance counter (perf_event)",
+    "anon_inode:[fanotify]": "fanotify group",
+    "anon_inode:[landlock-ruleset]": "landlock rule set",
+    "anon_inode:kvm-vm": "KVM virtual machine",
+    "anon_inode:kvm-vcpu:0": "KVM virtual machine",
+    "anon_inode:bpf-map": "BPF map",
+    "anon_inode:bpf-prog": "BPF program",
+    "anon_inode:seccomp": "seccomp listener",
+    "anon_inode:[secretmem]": "secret memory",
+}
+_PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
+_NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
+_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that stands against a checkpoint: which process, which object, why."""
+
+    pid: int
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid}): {self.what}"
+
+
+def check(processes: list[Process], root_nspid: int) -> list[Finding]:
+    """Everything that CRIU would refuse or lose; `processes` are all of the namespace, init first."""
+    findings = [
+        Finding(p.nspid, p.name, "is not below the job's holder and would be lost")
+        for p in strangers(processes, root_nspid)
+    ]
+    root = next((p for p in processes if p.nspid == root_nspid), None)
+    if root is None:
+        return [Finding(root_nspid, "holder", "is gone")]
+    reference = {kind: namespace_of(root.pid, kind) for kind in _NESTED}
+    for process in processes[1:]:
+        if process.state != "Z":
+            findings += [Finding(process.nspid, process.name, what) for what in _objects(process, reference)]
+    return findings
+
+
+def _objects(process: Process, reference: dict[str, str | None]) -> Iterator[str]:
+    if process.tracer:
+        yield f"is traced by pid {process.tracer} (debugger, strace or profiler): detach it"
+    for kind in _NESTED:
+        own = namespace_of(process.pid, kind)
+        if own is not None and own != reference[kind]:
+            yield f"has a {kind} namespace of its own (container or sandbox)"
+    yield from _descriptors(process.pid)
+    yield from _mappings(process.pid)
+
+
+def _descriptors(pid: int) -> Iterator[str]:
+    directory = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(directory)
+    except OSError:
+        return
+    for number in numbers:
+        path = f"{directory}/{number}"
+        try:
+            target, status = os.readlink(path), os.stat(path)
+        except OSError:
+            continue
+        if target in _REFUSED_ANONYMOUS:
+            yield f"descriptor {number} is an {_REFUSED_ANONYMOUS[target]}".replace("an p", "a p")
+        elif stat.S_ISCHR(status.st_mode):
+            reason = _device(status.st_rdev)
+            if reason:
+                yield f"descriptor {number} is the device {target}{reason}"
+        elif stat.S_ISBLK(status.st_mode):
+            yield f"descriptor {number} is the block device {target}"
+
+
+def _device(rdev: int) -> str | None:
+    """Why a character device cannot be saved; None when it can."""
+    major, minor = os.major(rdev), os.minor(rdev)
+    if (major, minor) in _SAVED_MEMORY_DEVICES or major in _TTY_MAJORS:
+        return None
+    return ", whose state is not in the image"
+
+
+def _mappings(pid: int) -> Iterator[str]:
+    seen: set[str] = set()
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            for line in file:
+                found = _MAPPING.match(line.rstrip("\n"))
+                if not found:
+                    continue
+                path = found[2]
+                if path in seen:
+                    continue
+                if path.startswith("anon_inode:[io_uring]"):
+                    seen.add(path)
+                    yield "has an io_uring ring mapped"
+                elif path.startswith("/dev/") and not path.startswith(_PLAIN_MAPPINGS):
+                    seen.add(path)
+                    yield f"has memory of the device {path} mapped"
+                elif path == "[uprobes]":
+                    seen.add(path)
+                    yield "has a tracer's probe (uprobe) mapped"
+    except OSError:
+        return

@@ -1,0 +1,95 @@
+"""Bring the tree of an image back inside a new capsule."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+from gpucr_hpc.capsule.capsule import Builder, Capsule
+from gpucr_hpc.capsule.processes import Process
+from gpucr_hpc.capsule.rundir import RunDir
+from gpucr_hpc.config import EngineConfig
+from gpucr_hpc.engine import criu
+from gpucr_hpc.engine.dump import keep_log, put_private_files
+from gpucr_hpc.engine.worker_client import WorkerClient
+from gpucr_hpc.errors import RestoreFailed
+from gpucr_hpc.proc import clean_env
+
+_PID_DISTANCE = 64  # init, holder and CRIU's own processes take pids above those that come back
+
+
+def describe_host(info: criu.CriuInfo) -> dict[str, Any]:
+    """What of this host an image depends on, for its manifest."""
+    return {
+        "criu": info.text,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu_flags": sorted(cpu_flags()),
+    }
+
+
+def cpu_flags() -> set[str]:
+    """Instruction set flags of this host's first processor."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.partition(":")[2].split())
+    return set()
+
+
+def check_host(meta: dict[str, Any], info: criu.CriuInfo) -> None:
+    """Raise RestoreFailed when this host cannot take an image, before anything is made."""
+    host = meta["host"]
+    if host["machine"] != platform.machine():
+        raise RestoreFailed(reason=f"made on {host['machine']}, this node is {platform.machine()}", log="none")
+    if tuple(map(int, host["criu"].split("."))) > info.version:
+        raise RestoreFailed(
+            reason=f"made by CRIU {host['criu']}, this node has {info.text}: install the same or a newer one",
+            log="none",
+        )
+    lacking = set(host["cpu_flags"]) - cpu_flags()
+    if lacking:
+        raise RestoreFailed(
+            reason=f"this node's processor lacks {', '.join(sorted(lacking)[:8])}; use --constraint", log="none"
+        )
+
+
+def tree_meta(capsule: Capsule, processes: list[Process]) -> dict[str, Any]:
+    """The pids that a restore must know."""
+    shepherd = next((p.nspid for p in processes if p.name == "gpucr-shepherd"), 0)
+    return {
+        "root": capsule.root,
+        "shepherd": shepherd,
+        "max_pid": max((p.nspid for p in processes), default=capsule.root),
+        "processes": len(processes),
+        "threads": sum(p.threads for p in processes),
+    }
+
+
+def restore_above(meta: dict[str, Any]) -> int:
+    """Number that new pids must exceed so that none takes one of the image's."""
+    return int(meta["tree"]["max_pid"]) + _PID_DISTANCE
+
+
+async def restore(
+    builder: Builder, run_dir: RunDir, worker: WorkerClient, meta: dict[str, Any], config: EngineConfig
+) -> Capsule:
+    """Files first, then the tree, which runs when this returns (its network still locked).
+
+    Raises RestoreFailed with CRIU's reason and the place of its log.
+    """
+    await put_private_files(builder.capsule, worker)
+    log = run_dir.work / "restore.log"
+    try:
+        return await builder.restore(
+            criu.restore_argv(config, run_dir.images, run_dir.work),
+            clean_env(),
+            old_root=meta["tree"]["root"],
+            shepherd=meta["tree"]["shepherd"],
+            log=log,
+        )
+    except RestoreFailed as error:
+        reason = criu.explain_file(log) if log.exists() else str(error.fields["reason"])
+        raise RestoreFailed(reason=reason, log=keep_log(log, run_dir.job)) from None
+
+

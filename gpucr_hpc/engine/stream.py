@@ -1,0 +1,214 @@
+"""The far end of CRIU's `--stream`: CRIU's file requests on one side, an image on the other.
+
+Protocol (criu/img-streamer.c): CRIU connects to a Unix socket in its images directory. For each file it sends a
+protobuf request {1: name} behind a 32-bit length; on a dump followed by one byte that carries the read end of a
+pipe, on a restore answered by {1: exists}, after which CRIU sends the write end. The end of the pipe is the end of
+the file. There is no error message in band: closing the connection makes CRIU fail, and undo a dump.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import fcntl
+import os
+import re
+import socket
+import struct
+import threading
+from pathlib import Path
+
+from gpucr_hpc.errors import GpucrError, ImageError
+from gpucr_hpc.image.reader import ImageReader
+from gpucr_hpc.image.writer import ImageWriter
+from gpucr_hpc.wire import peer_of
+
+CAPTURE_SOCKET = "streamer-capture.sock"
+SERVE_SOCKET = "streamer-serve.sock"
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_MAX_REQUEST_BYTES = 4096
+_PIPE_BYTES = 1 << 20  # the kernel's default limit for unprivileged users (pipe-max-size)
+_LAST_FILE = "inventory.img"  # CRIU writes it after every other one
+
+
+def listen(directory: Path, name: str) -> socket.socket:
+    """Bind the socket to which CRIU will connect; a stale one is replaced."""
+    path = directory / name
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(str(path))
+    path.chmod(0o600)
+    listener.listen(1)
+    return listener
+
+
+def _read_exactly(sock: socket.socket, count: int) -> bytes:
+    """`count` bytes, or fewer at the end of the stream. Never reads ahead: the next byte may carry a descriptor."""
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            break
+        data += part
+    return data
+
+
+def _read_request(sock: socket.socket) -> str | None:
+    """The name of the next file, or None when CRIU has closed the connection."""
+    head = _read_exactly(sock, 4)
+    if len(head) < 4:
+        return None
+    (length,) = struct.unpack("<I", head)
+    if not 2 < length <= _MAX_REQUEST_BYTES:
+        raise ImageError(path="CRIU stream", reason=f"request of {length} bytes")
+    body = _read_exactly(sock, length)
+    if len(body) < length:
+        return None
+    # One field: tag 0x0a, a length of at most two varint bytes (names are short), the name.
+    start = 2 if body[1] < 0x80 else 3
+    name = body[start:].decode("ascii", "replace")
+    if body[0] != 0x0A or not _NAME.fullmatch(name):
+        raise ImageError(path="CRIU stream", reason=f"bad request {body[:40]!r}")
+    return name
+
+
+def _receive_descriptor(sock: socket.socket) -> int:
+    data, fds, _flags, _address = socket.recv_fds(sock, 1, 1)
+    if not data or len(fds) != 1:
+        raise ImageError(path="CRIU stream", reason="a descriptor did not arrive")
+    os.set_inheritable(fds[0], False)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fds[0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return fds[0]
+
+
+class _Connection(abc.ABC):
+    """Accepts CRIU's one connection in a thread and pumps each of its files in another."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._socket: socket.socket | None = None
+        self._changed = threading.Condition()
+        self._open = 0
+        self.failure: Exception | None = None
+        self.closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def abort(self) -> None:
+        """Break the stream, which makes CRIU fail and undo."""
+        for sock in (self._socket, self._listener):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        try:
+            self._socket, _ = self._listener.accept()
+            self._listener.close()
+            if peer_of(self._socket).uid != 0:
+                raise ImageError(path="CRIU stream", reason="the peer is not root")
+            while (name := _read_request(self._socket)) is not None:
+                self._request(self._socket, name)
+        except OSError as error:
+            self._fail(ImageError(path="CRIU stream", reason=error))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            if self._socket is not None:
+                self._socket.close()
+            with self._changed:
+                self.closed = True
+                self._changed.notify_all()
+
+    @abc.abstractmethod
+    def _request(self, sock: socket.socket, name: str) -> None:
+        """Answer a request for a file, and start its pump."""
+
+    @abc.abstractmethod
+    def _pump(self, name: str, fd: int) -> None:
+        """Move a whole file between a pipe and the image."""
+
+    def _start_pump(self, name: str, fd: int) -> None:
+        with self._changed:
+            self._open += 1
+        threading.Thread(target=self._pumped, args=(name, fd), daemon=True).start()
+
+    def _pumped(self, name: str, fd: int) -> None:
+        try:
+            self._pump(name, fd)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            os.close(fd)
+            with self._changed:
+                self._open -= 1
+                self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self.failure = self.failure or error
+            self._changed.notify_all()
+        self.abort()
+
+    def check(self) -> None:
+        """Raise what went wrong in a thread, if anything did."""
+        if self.failure is not None:
+            if isinstance(self.failure, GpucrError):
+                raise self.failure
+            raise ImageError(path="CRIU stream", reason=repr(self.failure))
+
+
+class Capture(_Connection):
+    """Takes a dump into an image."""
+
+    def __init__(self, listener: socket.socket, writer: ImageWriter) -> None:
+        super().__init__(listener)
+        self._writer = writer
+        self.names: list[str] = []
+
+    def _request(self, sock: socket.socket, name: str) -> None:
+        self.names.append(name)
+        self._start_pump(name, _receive_descriptor(sock))
+
+    def _pump(self, name: str, fd: int) -> None:
+        with self._writer.stream(name) as file:
+            file.copy_fd(fd)
+
+    def drain(self, timeout_s: float) -> list[str]:
+        """Wait until every byte of the dump is in our memory or beyond; return the names of the files.
+
+        Until then pages in the pipes are the job's own live pages (vmsplice), and letting the job run would change
+        the image. Raises ImageError when the stream failed, ended early or took longer than timeout_s.
+        """
+        with self._changed:
+            done = self._changed.wait_for(
+                lambda: self.failure is not None
+                or (self._open == 0 and (_LAST_FILE in self.names or self.closed)),
+                timeout_s,
+            )
+        self.check()
+        if not done or _LAST_FILE not in self.names:
+            raise ImageError(path="CRIU stream", reason="the dump ended before its last file")
+        return list(self.names)
+
+
+class Serve(_Connection):
+    """Gives an image to a restore. A name may be asked for again; an unknown one does not exist."""
+
+    def __init__(self, listener: socket.socket, reader: ImageReader) -> None:
+        super().__init__(listener)
+        self._reader = reader
+        self._names = set(reader.names())
+
+    def _request(self, sock: socket.socket, name: str) -> None:
+        exists = name in self._names
+        sock.sendall(struct.pack("<I", 2) + bytes([0x08, exists]))
+        if exists:
+            self._start_pump(name, _receive_descriptor(sock))
+
+    def _pump(self, name: str, fd: int) -> None:
+        with contextlib.suppress(BrokenPipeError):  # CRIU may stop reading; it decides whether that is an error
+            self._reader.copy_to_fd(name, fd)

@@ -1,0 +1,214 @@
+"""The process that writes and reads images: one per checkpoint or restore, as the store's user.
+
+Root is squashed on most parallel file systems, so the agent does not touch the store itself. The worker binds CRIU's
+socket as root, then becomes the store's user for good. It obeys records on a socket pair: JSON {"do": verb, ...}, some
+with a descriptor, answered by {"ok": ...} or {"error": {...}}. When the agent dies the socket ends, and the worker
+removes what is not published and exits; CRIU loses its stream and undoes the dump.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gpucr_hpc.engine import stream
+from gpucr_hpc.engine.openfiles import OpenFile, roll_back
+from gpucr_hpc.errors import GpucrError, StoreError
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.reader import ImageReader
+from gpucr_hpc.image.writer import ImageWriter
+from gpucr_hpc.model import ImageEntry
+from gpucr_hpc.store.base import Staging
+from gpucr_hpc.store.posix import PosixStore
+from gpucr_hpc.wire import receive_record, send_record
+
+
+class Worker:
+    """State of one worker: a store, and at most one image that it writes or reads."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._listener: socket.socket | None = None
+        self._store: PosixStore | None = None
+        self._staging: Staging | None = None
+        self._writer: ImageWriter | None = None
+        self._reader: ImageReader | None = None
+        self._capture: stream.Capture | None = None
+
+    def run(self) -> None:
+        """Obey until the agent closes the socket."""
+        while (received := receive_record(self._control)) is not None:
+            data, fds = received
+            order = json.loads(data)
+            verb: Callable[..., Any] = getattr(self, "do_" + order.pop("do"))
+            try:
+                answer = {"ok": verb(*fds, **order)}
+            except GpucrError as error:
+                answer = {"error": {"id": type(error).__name__, "fields": _plain(error.fields)}}
+            except Exception as error:
+                answer = {"error": {"id": "GpucrError", "fields": {"reason": repr(error)}}}
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            with contextlib.suppress(OSError):
+                send_record(self._control, json.dumps(answer).encode())
+        self.do_abort()
+
+    @property
+    def store(self) -> PosixStore:
+        assert self._store is not None, "open comes first"
+        return self._store
+
+    def do_open(self, root: str, uid: int, gid: int, listen: str | None = None, name: str = "") -> None:
+        """Bind CRIU's socket in directory `listen`, become the store's user, open the store."""
+        if listen is not None:
+            self._listener = stream.listen(Path(listen), name)
+        if os.geteuid() == 0 and uid != 0:
+            os.setgroups([gid])
+            os.setresgid(gid, gid, gid)
+            os.setresuid(uid, uid, uid)
+        os.umask(0o077)
+        self._store = PosixStore(root)
+
+    def do_capture(self, job: str, checkpoint: str, node_rank: int, key: str) -> None:
+        """Begin an image; CRIU may connect from now on."""
+        assert self._listener is not None
+        self._staging = self.store.begin(job, checkpoint)
+        self._writer = ImageWriter(
+            self._staging.create, checkpoint=checkpoint, node_rank=node_rank, key=DataKey.from_hex(key)
+        )
+        self._capture = stream.Capture(self._listener, self._writer)
+        self._capture.start()
+
+    def do_add(self, fd: int, name: str) -> int:
+        """Take everything that a pipe gives as one more file of the image; return its size in bytes."""
+        assert self._writer is not None
+        with self._writer.stream(name) as file:
+            return file.copy_fd(fd)
+
+    def do_drain(self, timeout_s: float) -> list[str]:
+        assert self._capture is not None
+        return self._capture.drain(timeout_s)
+
+    def do_progress(self) -> dict[str, int]:
+        assert self._writer is not None
+        return {"bytes_plain": self._writer.bytes_plain, "bytes_stored": self._writer.bytes_stored}
+
+    def do_seal(self) -> dict[str, Any]:
+        """Finish the image: everything is on stable storage when this returns its entry for the manifest."""
+        assert self._writer is not None
+        return self._writer.finish().as_dict()
+
+    def do_publish(self, manifest: str) -> None:
+        """The commit: after this the checkpoint exists, before it it does not."""
+        assert self._staging is not None
+        self._staging.publish(base64.b64decode(manifest))
+        self._staging = self._writer = None
+
+    def do_abort(self) -> None:
+        """Leave nothing of an unpublished checkpoint."""
+        if self._capture is not None:
+            self._capture.abort()
+        if self._writer is not None:
+            self._writer.abort()
+        if self._staging is not None:
+            self._staging.abort()
+        self._staging = self._writer = self._capture = None
+
+    def do_serve(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
+        """Open an image and check what can be checked without reading it whole; CRIU may connect from now on."""
+        self._load(job, checkpoint, entry, key)
+        assert self._listener is not None
+        assert self._reader is not None
+        stream.Serve(self._listener, self._reader).start()
+
+    def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
+        """Check an image; deep reads every byte."""
+        self._load(job, checkpoint, entry, key)
+        assert self._reader is not None
+        self._reader.verify(deep=deep)
+
+    def _load(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
+        self._reader = ImageReader(
+            lambda name: self.store.open(job, checkpoint, name),
+            ImageEntry.from_dict(entry),
+            checkpoint=checkpoint,
+            key=DataKey.from_hex(key),
+        )
+
+    def do_extract(self, fd: int, name: str) -> None:
+        """Write one file of the image into a pipe."""
+        assert self._reader is not None
+        self._reader.copy_to_fd(name, fd)
+
+    def do_manifests(self, job: str | None = None) -> list[tuple[str, str, str]]:
+        """Job, checkpoint and manifest (base64) of every complete checkpoint, oldest first."""
+        found = []
+        for owner, checkpoint in self.store.list(job):
+            try:
+                data = self.store.read_manifest(owner, checkpoint)
+            except GpucrError:
+                data = b""  # reported by whoever decodes it
+            found.append((owner, checkpoint, base64.b64encode(data).decode()))
+        return found
+
+    def do_delete(self, job: str, checkpoint: str) -> None:
+        self.store.delete(job, checkpoint)
+
+    def do_orphans(self, job: str, older_than_s: float) -> list[str]:
+        """Remove unpublished remains of a job's earlier checkpoints."""
+        removed = [o for o in self.store.orphans(older_than_s) if o.job == job]
+        for orphan in removed:
+            self.store.remove_orphan(orphan)
+        return [orphan.name for orphan in removed]
+
+    def do_record(self, job: str, name: str, data: str | None = None, delete: bool = False) -> str | None:
+        """Write, delete or read a small durable record of a job."""
+        if delete:
+            self.store.delete_record(job, name)
+        elif data is not None:
+            self.store.put_record(job, name, data.encode())
+        else:
+            found = self.store.get_record(job, name)
+            return None if found is None else found.decode()
+        return None
+
+    def do_space(self) -> int:
+        """Free bytes of the store's file system."""
+        return self.store.free_bytes()
+
+    def do_roll_back(self, files: list[dict[str, Any]], suffix: str) -> list[str]:
+        """Cut files that grew since a checkpoint; this worker then runs as the job's user."""
+        try:
+            return roll_back([OpenFile(**file) for file in files], suffix)
+        except OSError as error:
+            raise StoreError(path=error.filename, reason=f"cannot be rolled back: {error.strerror}") from None
+
+    def do_probe(self) -> dict[str, float]:
+        """Write, sync and read a small file in the store; return seconds taken."""
+        start = time.monotonic()
+        self.store.put_record("0", "probe", b"probe")
+        self.store.get_record("0", "probe")
+        self.store.delete_record("0", "probe")
+        return {"seconds": time.monotonic() - start}
+
+
+def _plain(fields: dict[str, object]) -> dict[str, str | int | float]:
+    return {k: v if isinstance(v, int | float) else str(v) for k, v in fields.items()}
+
+
+def main() -> None:
+    """Entry of the process; argv[1] is the descriptor of the control socket."""
+    Worker(socket.socket(fileno=int(sys.argv[1]))).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Changes to jobs, through scontrol as root."""
+
+from __future__ import annotations
+
+import re
+
+from gpucr_hpc.errors import RequeueFailed
+from gpucr_hpc.proc import clean_env, run_async
+from gpucr_hpc.slurm import query
+
+_TIMEOUT_S = 20.0
+_REQUEUE_DELAY_SINCE = (25, 11)
+
+
+async def requeue(job_id: str) -> None:
+    """Requeue a running batch job under its id; raise RequeueFailed with Slurm's reason."""
+    await _requeue("requeue", job_id)
+
+
+async def requeue_hold(job_id: str) -> None:
+    """Requeue a job and hold it, so that nothing runs before somebody has looked."""
+    await _requeue("requeuehold", job_id)
+
+
+async def _requeue(verb: str, job_id: str) -> None:
+    done = await run_async(["scontrol", verb, job_id], timeout_s=_TIMEOUT_S, env=clean_env())
+    if done.status == 0:
+        return
+    # The answer may be lost while the request was carried out: look again before calling it a failure.
+    info = await query.job(job_id)
+    if not info.requeued and "PENDING" not in info.states:
+        raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
+
+
+async def keep_away(info: query.JobInfo, node: str) -> None:
+    """After a requeue: start soon, and not on `node` when another node has room now.
+
+    Without `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin
+    time lies in the future while it is still COMPLETING. Failures only cost time, so they are not raised.
+    """
+    changes = []
+    if await query.free_node_elsewhere(info, node):
+        excluded = ",".join(filter(None, [info.excluded_nodes, node]))
+        changes.append(f"ExcNodeList={excluded}")
+    config = await query.config()
+    version = tuple(int(n) for n in re.findall(r"\d+", config.get("slurm_version", ""))[:2])
+    if version < _REQUEUE_DELAY_SINCE or "requeue_delay" not in config.get("schedulerparameters", ""):
+        changes.append("StartTime=now+8")
+    if changes:
+        await run_async(
+            ["scontrol", "update", f"JobId={info.job}", *changes], timeout_s=_TIMEOUT_S, env=clean_env()
+        )
