@@ -1,0 +1,195 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * gpucr.so: options in, one program in front of the batch script. No fork, no namespaces and no privilege in any hook;
+ * nothing here returns an error in slurmd or slurmstepd where that could drain the node (table "Errors" in spank(8)).
+ */
+#define _GNU_SOURCE
+#include <slurm/slurm.h>
+#include <slurm/spank.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "config.h"
+#include "options.h"
+#include "sbatch.h"
+
+SPANK_PLUGIN(gpucr, 1)
+
+static struct config config;
+static bool config_bad;
+static struct submission submission;
+static bool set_signal, set_open_mode; /* variables of sbatch that are ours and must be taken away again */
+
+/* sbatch: have Slurm send our signal to the batch step alone when the job is preempted, and append to its output when it
+ * comes back. Not SBATCH_REQUEUE: sbatch 26.05 stumbles over it. */
+static void prepare_submission(void)
+{
+	char value[32];
+
+	if (!options_protect()) {
+		if (set_signal)
+			unsetenv("SBATCH_SIGNAL");
+		if (set_open_mode)
+			unsetenv("SBATCH_OPEN_MODE");
+		unsetenv("GPUCR_SIGNAL");
+		set_signal = set_open_mode = false;
+		return;
+	}
+	if (!set_signal && !submission.cli_signal && !submission.script_signal && !getenv("SBATCH_SIGNAL")) {
+		snprintf(value, sizeof(value), "B:%d@%d", config.signal, config.signal_time_s);
+		setenv("SBATCH_SIGNAL", value, 0);
+		snprintf(value, sizeof(value), "%d", config.signal);
+		setenv("GPUCR_SIGNAL", value, 1);
+		set_signal = true;
+	}
+	if (!set_open_mode && !submission.script_open_mode && !getenv("SBATCH_OPEN_MODE")) {
+		setenv("SBATCH_OPEN_MODE", "append", 0);
+		set_open_mode = true;
+	}
+}
+
+static void refuse_in_capsule(void)
+{
+	if (!getenv("GPUCR_CAPSULE"))
+		return;
+	fprintf(stderr, "srun: error: gpucr: steps inside a job protected with --checkpoint-on-preempt are not supported in "
+			"this release; use --no-checkpoint at submission or start the program directly\n");
+	exit(1);
+}
+
+int slurm_spank_init(spank_t sp, int ac, char **av)
+{
+	spank_context_t where = spank_context();
+
+	config_defaults(&config);
+	for (int i = 0; i < ac; i++) {
+		const char *why = config_apply(&config, av[i]);
+
+		if (why) {
+			slurm_error("gpucr: plugstack.conf: %s: %s", av[i], why);
+			config_bad = true;
+		}
+	}
+	if (where == S_CTX_LOCAL)
+		refuse_in_capsule();
+	options_register(sp);
+	if (where != S_CTX_ALLOCATOR && where != S_CTX_LOCAL)
+		return ESPANK_SUCCESS;
+	if (config_bad)
+		return ESPANK_BAD_ARG;
+	if (where == S_CTX_ALLOCATOR) {
+		/* What an outer job left in our environment is not true for the one that is submitted now. */
+		unsetenv("GPUCR_SIGNAL");
+		unsetenv("GPUCR_CAPSULE");
+		sbatch_scan(&submission);
+		options_changed = prepare_submission;
+		/* The command line is read after the environment, too late for the callback to set variables. */
+		options.on = submission.on;
+		options.off = submission.off;
+		prepare_submission();
+	}
+	return ESPANK_SUCCESS;
+}
+
+int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
+{
+	(void)ac;
+	(void)av;
+	if (spank_context() != S_CTX_ALLOCATOR)
+		return ESPANK_SUCCESS;
+	if (set_signal) {
+		unsetenv("SBATCH_SIGNAL"); /* they would go into the job's environment and from there to other jobs */
+		/* The job control environment comes through --export=NONE too, as SLURM_SPANK_GPUCR_SIGNAL. */
+		spank_job_control_setenv(sp, "GPUCR_SIGNAL", getenv("GPUCR_SIGNAL"), 1);
+	}
+	if (set_open_mode)
+		unsetenv("SBATCH_OPEN_MODE");
+	return ESPANK_SUCCESS;
+}
+
+/* The signal that Slurm sends for us, 0 when the user's own --signal took its place. */
+static int job_signal(spank_t sp)
+{
+	char text[32];
+	long n;
+
+	if (spank_getenv(sp, "GPUCR_SIGNAL", text, sizeof(text)) != ESPANK_SUCCESS &&
+	    spank_getenv(sp, "SLURM_SPANK_GPUCR_SIGNAL", text, sizeof(text)) != ESPANK_SUCCESS)
+		return 0;
+	n = strtol(text, NULL, 10);
+	return n > 0 && n <= 64 ? (int)n : 0;
+}
+
+static int protect(spank_t sp, uint32_t job)
+{
+	static char job_text[16], rank_text[16], nodes_text[16], signal_text[16];
+	const char *argv[24];
+	uint32_t rank = 0, nodes = 1;
+	int n = 0;
+
+	if (spank_get_item(sp, S_TASK_GLOBAL_ID, &rank) != ESPANK_SUCCESS)
+		rank = 0;
+	if (spank_get_item(sp, S_JOB_NNODES, &nodes) != ESPANK_SUCCESS || !nodes)
+		nodes = 1;
+	snprintf(job_text, sizeof(job_text), "%u", job);
+	snprintf(rank_text, sizeof(rank_text), "%u", rank);
+	snprintf(nodes_text, sizeof(nodes_text), "%u", nodes);
+	snprintf(signal_text, sizeof(signal_text), "%d", job_signal(sp));
+	/* Slurm keeps the pointers: everything is static. */
+	argv[n++] = config.task;
+	argv[n++] = "--socket";
+	argv[n++] = config.agent_socket;
+	argv[n++] = "--job";
+	argv[n++] = job_text;
+	argv[n++] = "--step";
+	argv[n++] = "batch";
+	argv[n++] = "--rank";
+	argv[n++] = rank_text;
+	argv[n++] = "--nodes";
+	argv[n++] = nodes_text;
+	argv[n++] = "--signal";
+	argv[n++] = signal_text;
+	argv[n++] = "--when-unprotected";
+	argv[n++] = config.fail_unprotected ? "fail" : "run";
+	if (*options.dir) {
+		argv[n++] = "--dir";
+		argv[n++] = options.dir;
+	}
+	if (*options.interval) {
+		argv[n++] = "--interval";
+		argv[n++] = options.interval;
+	}
+	argv[n++] = "--";
+	if (spank_prepend_task_argv(sp, n, argv) == ESPANK_SUCCESS)
+		return 0;
+	slurm_error("gpucr: job %u: could not put %s in front of the job", job, config.task);
+	return -1;
+}
+
+int slurm_spank_task_init(spank_t sp, int ac, char **av)
+{
+	uint32_t job = 0, step = 0;
+	int r;
+
+	(void)ac;
+	(void)av;
+	if (spank_context() != S_CTX_REMOTE)
+		return 0;
+	if (spank_get_item(sp, S_JOB_STEPID, &step) != ESPANK_SUCCESS || step != SLURM_BATCH_SCRIPT)
+		return 0;
+	spank_unsetenv(sp, "GPUCR_CAPSULE"); /* a name from an outer job; the agent sets it inside the capsule */
+	if (!options_protect())
+		return 0;
+	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS) {
+		slurm_error("gpucr: no job id");
+		r = -1;
+	} else if (config_bad) {
+		slurm_error("gpucr: job %u: plugstack.conf on this node is wrong", job);
+		r = -1;
+	} else {
+		r = protect(sp, job);
+	}
+	/* An error here fails the job, not the node. */
+	return r < 0 && config.fail_unprotected ? -1 : 0;
+}

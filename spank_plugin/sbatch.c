@@ -1,0 +1,106 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * sbatch reads options in the order script, environment, command line. Our SBATCH_SIGNAL and SBATCH_OPEN_MODE would
+ * override the script's own lines, so these are looked for here. The script is the first argument that is a regular
+ * file and begins with "#!" (the values of options such as -p high are arguments too, but no such files).
+ */
+#define _GNU_SOURCE
+#include "sbatch.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#define CMDLINE_BYTES (128 << 10)
+#define SCRIPT_BYTES (64 << 10)
+
+const char *sbatch_cmdline = "/proc/self/cmdline";
+
+static size_t read_start(int fd, char *buf, size_t size, off_t at)
+{
+	size_t n = 0;
+	ssize_t r;
+
+	while (n < size - 1 && (r = pread(fd, buf + n, size - 1 - n, at + (off_t)n)) > 0)
+		n += (size_t)r;
+	buf[n] = '\0';
+	return n;
+}
+
+/* getopt_long takes any abbreviation that is clear; shortest: how many letters it needs. */
+static bool is_option(const char *word, const char *name, size_t shortest)
+{
+	size_t n;
+
+	if (strncmp(word, "--", 2))
+		return false;
+	n = strcspn(word + 2, "=");
+	return n >= shortest && n <= strlen(name) && !strncmp(word + 2, name, n);
+}
+
+static void scan_line(struct submission *s, char *line)
+{
+	char *save, *word = strtok_r(line, " \t\"'", &save);
+
+	for (; word && *word != '#'; word = strtok_r(NULL, " \t\"'", &save)) {
+		s->script_signal |= is_option(word, "signal", 2);
+		s->script_open_mode |= is_option(word, "open-mode", 2);
+	}
+}
+
+static void scan_script(struct submission *s, char *text)
+{
+	char *save, *line = strtok_r(text, "\n", &save);
+
+	for (; line; line = strtok_r(NULL, "\n", &save)) {
+		if (!strncmp(line, "#SBATCH", 7))
+			scan_line(s, line + 7);
+		else if (line[strspn(line, " \t\r")] != '#' && line[strspn(line, " \t\r")])
+			break; /* the first command ends the options */
+	}
+}
+
+static bool open_script(const char *path, char *text)
+{
+	struct stat st;
+	bool found = false;
+	int fd;
+
+	if (stat(path, &st) < 0 || !S_ISREG(st.st_mode) || (fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
+		return false;
+	found = read_start(fd, text, SCRIPT_BYTES, 0) > 2 && text[0] == '#' && text[1] == '!';
+	close(fd);
+	return found;
+}
+
+void sbatch_scan(struct submission *s)
+{
+	static char cmdline[CMDLINE_BYTES], script[SCRIPT_BYTES];
+	int fd = open(sbatch_cmdline, O_RDONLY | O_CLOEXEC);
+	bool found = false;
+	struct stat st;
+	off_t at;
+
+	memset(s, 0, sizeof(*s));
+	if (fd < 0)
+		return;
+	size_t n = read_start(fd, cmdline, sizeof(cmdline), 0);
+	close(fd);
+	for (char *p = cmdline + strlen(cmdline) + 1; p < cmdline + n; p += strlen(p) + 1) {
+		if (*p != '-') {
+			/* What follows the script are its own arguments. */
+			if ((found = open_script(p, script)))
+				break;
+			continue;
+		}
+		s->on |= is_option(p, "checkpoint-on-preempt", 12);
+		s->off |= is_option(p, "no-checkpoint", 4);
+		s->cli_signal |= is_option(p, "signal", 2);
+	}
+	/* sbatch < script: look without moving the offset; a pipe cannot be looked into. */
+	if (!found && fstat(0, &st) == 0 && S_ISREG(st.st_mode) && (at = lseek(0, 0, SEEK_CUR)) >= 0)
+		found = read_start(0, script, sizeof(script), at) > 2 && script[0] == '#' && script[1] == '!';
+	if (found)
+		scan_script(s, script);
+}
