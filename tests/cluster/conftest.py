@@ -1,0 +1,119 @@
+"""Fixtures of the tests that need a cluster: the lab, once per session, and a look at what each test left.
+
+A lab that is up already is used and left up; otherwise one is started for the session and ended with it.
+Without root the tests are skipped with the reason; GPUCR_TEST_REQUIRE=lab (a comma list) makes that skip a
+failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpucr_hpc.lab.cluster import Lab
+
+_START_NODES = 4
+_ALARM = re.compile(r"traceback|panic|please report", re.IGNORECASE)
+
+
+def pytest_report_header() -> str:
+    """The run's first lines say whether a lab can be had."""
+    return f"lab: {_why_not() or 'can be started here'}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Everything in this folder has the marker `cluster`."""
+    for item in items:
+        if "/tests/cluster/" in str(item.path):
+            item.add_marker(pytest.mark.cluster)
+
+
+def _why_not() -> str | None:
+    if sys.platform != "linux":
+        return "needs Linux"
+    if os.geteuid() != 0:
+        return "needs root (namespaces, mounts, cgroups)"
+    return None
+
+
+def _unavailable(reason: str) -> None:
+    """Skip, or fail when this run was told that it must have a lab."""
+    if "lab" in os.environ.get("GPUCR_TEST_REQUIRE", "").split(","):
+        pytest.fail(f"GPUCR_TEST_REQUIRE has lab: {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def require_lab() -> Iterator[Callable[..., Lab]]:
+    """require_lab(nodes=3): the session's lab, with at least so many nodes, all on; skips when there can be
+    none.
+    """
+    lab = Lab(say=lambda line: print(f"lab: {line}"))
+    started = False
+
+    def require(nodes: int = 3) -> Lab:
+        nonlocal started
+        reason = _why_not()
+        if reason:
+            _unavailable(reason)
+        running = lab.running()
+        if running is None:
+            lab.up(max(nodes, _START_NODES))
+            started = True
+        elif len(running.nodes) < nodes:
+            _unavailable(f"needs {nodes} nodes, the lab that is up has {len(running.nodes)}")
+        else:
+            lab.up(len(running.nodes), running.settings)
+        return lab
+
+    yield require
+    if started:
+        lab.down()
+
+
+@pytest.fixture
+def lab(require_lab: Callable[..., Lab]) -> Iterator[Lab]:
+    """The lab for one test: no job at its start, and at its end nothing left over and no alarm in any agent's
+    log.
+
+    After the test its jobs are cancelled, nodes that it killed are started and nodes that it drained resumed.
+    """
+    cluster = require_lab()
+    cluster.cancel_all()
+    before = {node: _log_size(cluster, node) for node in cluster.nodes()}
+    yield cluster
+    _repair(cluster)
+    assert cluster.leftovers() == []
+    assert [line for node in cluster.nodes() for line in _alarms(cluster, node, before[node])] == []
+
+
+def _repair(lab: Lab) -> None:
+    for node in lab.nodes():
+        if lab.pid(node) is None:
+            lab.start(node)
+    lab.cancel_all()
+    for node, state in lab.node_states().items():
+        if "drain" in state or "down" in state:
+            lab.exec("ctl", ["scontrol", "update", f"nodename={node}", "state=resume"])
+    lab.wait_ready(lab.nodes()[1:])
+    lab.wait_agents(lab.nodes()[1:])
+
+
+def _log_size(lab: Lab, node: str) -> int:
+    path = lab.log_dir(node) / "agent.log"
+    return path.stat().st_size if path.exists() else 0
+
+
+def _alarms(lab: Lab, node: str, start: int) -> list[str]:
+    """Lines that no agent should write, from byte `start` of its log on."""
+    path = lab.log_dir(node) / "agent.log"
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return [f"{node}: {line}" for line in lines if _ALARM.search(line)]
