@@ -82,6 +82,8 @@ class Lab(Nodes):
                     was = f"{len(running.nodes)} nodes, settings {list(running.settings)}"
                     raise LabError(reason=f"is up with {was}: --fresh starts it anew")
                 self._say(f"already up with {nodes} nodes")
+                if running.rootfs != str(system):
+                    self._say("  with an older root file system: --fresh takes the new one")
             else:
                 self._clean()
                 self._prepare(slurm_conf, Running(*wanted, rootfs=str(system)))

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gpucr_hpc.lab.cluster import Lab
 
 _LINKS = {"lo", "eth0"}
+_STANDING_TABLE = "table ip gpucr_host"  # the agent's own, there whether jobs run or not
 _SLURMCTLD_CHILD = "slurmscriptd"
 
 
@@ -95,7 +96,7 @@ def _files(lab: Lab, node: str) -> Iterator[str]:
 def _network(lab: Lab, node: str) -> Iterator[str]:
     script = "nft list tables; ls /sys/class/net | sed 's/^/link /'"
     for line in lab.exec(node, ["sh", "-c", script], check=False).stdout.splitlines():
-        if line.startswith("table"):
+        if line.startswith("table") and line != _STANDING_TABLE:
             yield f"nft {line}"
         elif line.startswith("link ") and line[5:] not in _LINKS:
             yield line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -194,7 +195,7 @@ class Nodes(SlurmCommands):
         if self.pid(node) is None:
             raise LabError(reason=f"{node} went off:\n{_tail(console)}")
         for name in names:
-            if (self.root(node) / f"run/lab/{name}.exit").exists():
+            if _failed(self.root(node) / f"run/lab/{name}.exit"):
                 logs = [self.log_dir(node) / f"{name}.{kind}" for kind in ("stderr", "log")]
                 text = next((tail for tail in map(_tail, logs) if tail), "(it wrote nothing)")
                 raise LabError(reason=f"{name} of {node} ended{but}:\n{text}")
@@ -253,6 +254,14 @@ def account(system: Path, user: str) -> tuple[int, int]:
 
 def _become(ids: tuple[int, int]) -> list[str]:
     return ["setpriv", f"--reuid={ids[0]}", f"--regid={ids[1]}", "--init-groups", "--"]
+
+
+def _failed(path: Path) -> bool:
+    """Does an .exit file tell of a failure? Not when somebody stopped the daemon, whose init starts it again."""
+    try:
+        return int(path.read_text()) not in (0, -signal.SIGTERM, -signal.SIGKILL)
+    except (FileNotFoundError, ValueError):
+        return False
 
 
 def _tail(path: Path) -> str:

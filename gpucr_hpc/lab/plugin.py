@@ -26,7 +26,7 @@ mount -t proc proc "$root/proc"
 mkdir -p "$root/src" "$root/out"
 mount --bind "$WORK/src" "$root/src"
 mount --bind "$WORK/out" "$root/out"
-exec chroot "$root" make -C /src SLURM_INCLUDE=/usr/include DESTDIR=/out all install
+exec chroot "$root" make -C /src SLURM_INCLUDE=/usr/include DESTDIR=/out plugindir=/usr/lib/gpucr all install
 """
 _SKIPPED = ("build", "__pycache__")
 _LIMIT_S = 300
@@ -34,7 +34,7 @@ _LIMIT_S = 300
 
 def sources_digest(source: Path, rootfs: Path) -> str:
     """Name of the build of these sources: over every file's path, mode and content."""
-    total = hashlib.sha256(str(rootfs.parent.name).encode())
+    total = hashlib.sha256(f"{rootfs.parent.name}\0{_BUILD}".encode())
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if path.is_file() and relative.parts[0] not in _SKIPPED:

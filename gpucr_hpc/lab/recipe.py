@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 PACKAGES = (
     # checkpoint
-    "criu", "python3-pycriu", "iproute2", "nftables", "procps", "psmisc", "util-linux", "tar", "strace",
+    "criu", "python3-pycriu", "iproute2", "nftables", "procps", "psmisc", "util-linux", "mount", "tar", "strace",
     # Slurm; libslurm-dev has slurm/spank.h
     "slurmctld", "slurmd", "slurm-client", "libslurm-dev", "munge", "libmunge2",
     # the product

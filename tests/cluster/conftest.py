@@ -1,8 +1,8 @@
 """Fixtures of the tests that need a cluster: the lab, once per session, and a look at what each test left.
 
-A lab that is up already is used and left up; otherwise one is started for the session and ended with it.
-Without root the tests are skipped with the reason; GPUCR_TEST_REQUIRE=lab (a comma list) makes that skip a
-failure.
+A lab that is up already is used and left up, but its jobs are cancelled; otherwise one is started for the
+session and ended with it. Without root the tests are skipped with the reason; GPUCR_TEST_REQUIRE=lab (a comma
+list) makes that skip a failure.
 """
 
 from __future__ import annotations
