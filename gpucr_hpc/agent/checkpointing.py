@@ -12,7 +12,6 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import Capsule, namespace_processes, network
-from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.dump import remove_link_remaps
@@ -149,16 +148,13 @@ async def _go_on(job: ProtectedJob, participant: LocalParticipant, message: str)
 async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) -> None:
     """After commit and requeue: nothing of the job stays here, and Slurm gets the node back early."""
     job.set_phase(Phase.LEAVING)
-    assert job.capsule is not None
-    await job.capsule.kill()
     try:
         await slurm.keep_away(info or await slurm.job(job.job), job.context.node)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
     for supervisor in list(job.supervisors.values()):
         await supervisor.release(message)
-    await discard(job.job, job.run_dir, None)
-    job.capsule = None
+    await job.discard()
 
 
 async def settle(capsule: Capsule) -> None:

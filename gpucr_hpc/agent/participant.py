@@ -86,7 +86,7 @@ class LocalParticipant:
         capsule, context = self._capsule, self._context
         start = time.monotonic()
         self._dump = Dump(capsule, self._run_dir, self._worker, context.config.engine)
-        frozen: Frozen = await self._dump.capture(leave_running=self._leave_running)
+        frozen: Frozen = await self._dump.capture()
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
         self.entry = await self._worker.call("seal")
         assert context.criu is not None
@@ -101,9 +101,11 @@ class LocalParticipant:
 
     async def finish(self) -> None:
         assert self._dump is not None
-        await self._dump.commit()
         if self._leave_running:
+            await self._dump.resume()
             await self._reopen()
+        else:
+            await self._dump.end()
 
     async def undo(self) -> None:
         try:

@@ -73,16 +73,14 @@ async def create(job: str, node_rank: int, config: NetworkConfig, *, locked: boo
     With locked no packet passes before `unlock`. Raises CapsuleError.
     """
     await remove(job)
-    name, prefix = namespace_name(job), ipaddress.ip_network(config.subnet).prefixlen
+    name = namespace_name(job)
     try:
         await _tool(["ip", "netns", "add", name])
         if locked:
             await lock(job)
         inside = [
             "link set lo up",
-            "link add job0 type dummy",
-            f"addr add {address(config, node_rank)}/{prefix} dev job0",
-            "link set job0 up",
+            f"addr add {address(config, node_rank)}/32 dev lo",
         ]
         await _tool(["ip", "-n", name, "-batch", "-"], "\n".join(inside) + "\n")
         if config.nat:
@@ -123,8 +121,13 @@ async def unlock(job: str) -> None:
 
 async def remove(job: str) -> None:
     """Remove the namespace with its devices; one that is gone is no error."""
-    if namespace_path(job).exists():
+    if not namespace_path(job).exists():
+        return
+    try:
         await _tool(["ip", "netns", "del", namespace_name(job)])
+    except GpucrError:
+        if namespace_path(job).exists():
+            raise
 
 
 def existing() -> list[str]:

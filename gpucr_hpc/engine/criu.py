@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,11 @@ async def inspect(config: EngineConfig) -> CriuInfo:
     return CriuInfo(version, ".".join(map(str, version)))
 
 
+def program(config: EngineConfig) -> str:
+    """CRIU's path; in a capsule no PATH is searched."""
+    return shutil.which(config.criu, path=clean_env()["PATH"]) or config.criu
+
+
 def _common(config: EngineConfig, images: Path, work: Path, log: str) -> list[str]:
     return [
         *("--no-default-config", "-D", str(images), "-W", str(work), "-o", log, "-v4", "--stream"),
@@ -92,14 +98,12 @@ def _common(config: EngineConfig, images: Path, work: Path, log: str) -> list[st
     ]
 
 
-def dump_argv(
-    config: EngineConfig, root: int, images: Path, work: Path, *, leave_running: bool
-) -> list[str]:
-    """CRIU's argument list for a dump of the tree below `root` (pid inside the namespace)."""
+def dump_argv(config: EngineConfig, root: int, images: Path, work: Path) -> list[str]:
+    """CRIU's argument list for a dump of the tree below `root` (pid inside the namespace), which runs on after it."""
     return [
-        *(config.criu, "dump", "-t", str(root), *_common(config, images, work, "dump.log"), "--link-remap"),
+        *(program(config), "dump", "-t", str(root), *_common(config, images, work, "dump.log"), "--link-remap"),
         *("--timeout", str(config.freeze_timeout_s), "--action-script", HOOK_PROGRAM),
-        *(["--leave-running"] if leave_running else []),
+        "--leave-running",
     ]
 
 
@@ -110,7 +114,7 @@ def enter_argv(init_pid: int, uid: int, gid: int, argv: Sequence[str]) -> list[s
 
 def restore_argv(config: EngineConfig, images: Path, work: Path) -> list[str]:
     """CRIU's argument list for a restore that leaves the tree running as the caller's child."""
-    return [config.criu, "restore", "-d", *_common(config, images, work, "restore.log")]
+    return [program(config), "restore", "-d", *_common(config, images, work, "restore.log")]
 
 
 def explain(log_text: str) -> str:

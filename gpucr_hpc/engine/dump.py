@@ -1,8 +1,8 @@
-"""One dump of one capsule: freeze, stream into a worker, stop at the point of no return, then kill or resume.
+"""One dump of one capsule: freeze, stream into a worker, stop at the point of no return, then end or resume.
 
 CRIU runs its action script at `post-dump`, when every image file is written and the tasks are still frozen. The hook
-waits for us: if we answer 0 the tasks are killed (or resumed, with leave_running), with anything else, or when
-this agent dies, CRIU undoes the dump and the tasks run on. So the commit of the checkpoint happens inside the hook.
+waits for us: if we answer 0 the tasks are resumed; with anything else, or when this agent dies, CRIU undoes the dump
+and the tasks run on. So the commit happens inside the hook, and a tree that shall leave is ended there, still frozen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Frozen:
 
 
 class Dump:
-    """A dump under way. Call `capture`, then exactly one of `commit` and `undo`."""
+    """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`."""
 
     def __init__(self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig) -> None:
         self._capsule, self._run_dir, self._worker, self._config = capsule, run_dir, worker, config
@@ -54,7 +54,7 @@ class Dump:
         self._ended: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._log = run_dir.work / "dump.log"
 
-    async def capture(self, *, leave_running: bool) -> Frozen:
+    async def capture(self) -> Frozen:
         """Freeze the tree and stream it into the worker; on return it is still frozen.
 
         Raises DumpFailed or an error of the worker; `undo` is to be called then.
@@ -65,9 +65,7 @@ class Dump:
             capsule.init_pid,
             capsule.uid,
             capsule.gid,
-            criu.dump_argv(
-                self._config, capsule.root, self._run_dir.images, self._run_dir.work, leave_running=leave_running
-            ),
+            criu.dump_argv(self._config, capsule.root, self._run_dir.images, self._run_dir.work),
         )
         self._criu = await asyncio.create_subprocess_exec(
             *argv,
@@ -94,8 +92,8 @@ class Dump:
         processes = self._check_complete(streams)
         return Frozen(streams, processes, freeze_s)
 
-    async def commit(self) -> None:
-        """Let CRIU finish as it was told: kill the tree or let it run on. Raises DumpFailed if CRIU then fails."""
+    async def resume(self) -> None:
+        """After the commit: let the tree run on. Raises DumpFailed when CRIU then fails."""
         assert self._criu is not None
         assert self._ended is not None
         await self._answer(0)
@@ -103,6 +101,14 @@ class Dump:
         await self._close()
         if self._criu.returncode != 0:
             raise await self._failure("CRIU failed after the commit")
+
+    async def end(self) -> None:
+        """After the commit: end the tree without letting it run again. CRIU lives in the same pid namespace and
+        dies with it, in its hook."""
+        assert self._ended is not None
+        await self._capsule.kill()
+        await self._ended
+        await self._close()
 
     async def undo(self) -> None:
         """Make the tree run on as before the dump. A CRIU that still streams ends when its worker is gone."""

@@ -113,6 +113,15 @@ class DataKey(_Secret):
         """A new key from the kernel's random numbers."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
+    @classmethod
+    def from_hex(cls, text: str) -> DataKey:
+        """The key that `reveal_hex` gave. Raises ValueError."""
+        return cls(bytes.fromhex(text))
+
+    def reveal_hex(self) -> str:
+        """The key itself, for handing it to a worker process over a private socket; nowhere else."""
+        return self._raw.hex()
+
     def wrap(self, site_key: SiteKey, checkpoint_id: str) -> Json:
         """A slot for the manifest: this key, readable with the site key and for this checkpoint id only."""
         nonce = secrets.token_bytes(_NONCE_BYTES)

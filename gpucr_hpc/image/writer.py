@@ -3,8 +3,8 @@
 Who calls: the engine, one thread per pipe (StreamWriter.copy_fd), then finish. A thread reads its pipe into
 a buffer of one chunk and hands the full buffer to a pool; the pool compresses, seals and writes. Reading
 never waits for another stream's data: the buffer being filled belongs to the stream, and only the number of
-chunks in flight is limited. So memory is one chunk per open stream and two per worker, and the index: 36 bytes per
-MiB of plain data. Buffers are used again: page faults of fresh ones cost more than the work.
+chunks in flight is limited. So memory is one chunk per open stream and two per worker, and the index: 36
+bytes per MiB of plain data. Buffers are used again: page faults of fresh ones cost more than the work.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ class ImageWriter:
             if self._failure is None and not self._ended:
                 self._failure = ImageError(path=f"image {self._rank}", reason="was given up")
             self._ended = True
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        # Not cancelled: each chunk that waits gives its place back, for which a copy_fd may wait.
+        self._pool.shutdown(wait=True)
         self._close_files()
         self._free.clear()
 

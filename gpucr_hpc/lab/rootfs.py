@@ -112,7 +112,7 @@ def _build(recipe: Recipe, rootfs: Path, say: Callable[[str], None], cache: Path
     hook.write_text(recipe.customize)
     mirror = debian_mirror()
     argv = mmdebstrap_argv(recipe, str(work / "rootfs"), str(hook), mirror, apt_proxy_options())
-    say(f"building Debian {recipe.suite} with {len(recipe.packages)} packages (2-4 minutes, once)")
+    say(f"building Debian {recipe.suite} with {len(recipe.packages)} packages (1-4 minutes, once)")
     env = proc.clean_env({"SUITE": recipe.suite, "OLD_SUITE": recipe.old_suite, "TMPDIR": str(work)})
     env |= {name: os.environ[name] for name in os.environ if name.lower().endswith("_proxy")}
     done = proc.run(argv, env=env, timeout_s=_BUILD_LIMIT_S)

@@ -1,0 +1,10 @@
+#!/bin/bash
+#SBATCH --job-name=folding
+#SBATCH --checkpoint-on-preempt
+#SBATCH --nodes=1 --ntasks=1
+#SBATCH --output=folding-%j.out
+#
+# Folds a small peptide with OpenMM on the CPU, deterministically.
+# usage: sbatch folding.sh [STEPS]
+export OPENMM_CPU_THREADS=1
+python3 "${SLURM_SUBMIT_DIR:-$(dirname "$0")}/folding.py" "$@"
