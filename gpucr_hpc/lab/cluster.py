@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -197,13 +197,16 @@ class Lab(Nodes):
         self.wait_ready(names)
         self.wait_agents(names)
 
-    def leftovers(self, settle_s: float = 3.0) -> list[str]:
-        """What should not be in any node while no job runs; see leftovers_of. Looks again until settle_s is
-        over, since Slurm's and the agent's clean-up goes on for a moment after a job's end.
+    def leftovers(self, settle_s: float = 3.0, ignore: Collection[str] = ()) -> list[str]:
+        """What should not be in any node while no job runs, but for the lines in `ignore`; see leftovers_of.
+
+        Looks again until settle_s is over: Slurm's and the agent's clean-up goes on for a moment after a
+        job's end.
         """
         deadline = time.monotonic() + settle_s
         while True:
-            found = [line for node in self.nodes() if self.pid(node) for line in leftovers_of(self, node)]
+            on = [node for node in self.nodes() if self.pid(node)]
+            found = [line for node in on for line in leftovers_of(self, node) if line not in ignore]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.1)
