@@ -89,9 +89,7 @@ def unsqueeze(packed: bytes | bytearray | memoryview, plain_bytes: int) -> bytes
     return plain
 
 
-def seal(
-    cipher: AESGCM, number: bytes, payload: bytes | memoryview, place: bytes, room: bytearray
-) -> memoryview:
+def seal(cipher: AESGCM, number: bytes, payload: bytes | memoryview, place: bytes, room: bytearray) -> memoryview:
     """Encrypt into `room` (payload length + 16 bytes at least): ciphertext, then tag.
 
     Falls back to a fresh buffer below cryptography 47, which has no encrypt_into.
@@ -104,9 +102,7 @@ def seal(
     return memoryview(cipher.encrypt(number, payload, place))
 
 
-def unseal(
-    cipher: AESGCM, number: bytes, sealed: memoryview, place: bytes, room: bytearray
-) -> memoryview | None:
+def unseal(cipher: AESGCM, number: bytes, sealed: memoryview, place: bytes, room: bytearray) -> memoryview | None:
     """Decrypt ciphertext and tag into `room`; None when they are not what was sealed for this place."""
     size = len(sealed) - TAG_BYTES
     try:

@@ -144,9 +144,7 @@ def check_geometry(streams: Mapping[str, Stream], pack_sizes: list[int], path: s
         for offset, stored, plain, pack, kind, tag in RECORD.iter_unpack(stream.records):
             total += plain
             if not 0 < plain <= CHUNK_BYTES or not _fits(kind, stored, plain):
-                raise IntegrityError(
-                    path=path, reason=f"index: stream {stream.name}: a chunk has a wrong shape"
-                )
+                raise IntegrityError(path=path, reason=f"index: stream {stream.name}: a chunk has a wrong shape")
             if kind == ChunkKind.ZERO:
                 continue
             if pack >= len(pieces):
@@ -180,8 +178,6 @@ def _tile(number: int, parts: list[tuple[int, int, bytes]], size_bytes: int, pat
         at += stored
         tags += tag
     if at != size_bytes:
-        raise IntegrityError(
-            path=path, reason=f"index: pack {number} should have {at} bytes, not {size_bytes}"
-        )
+        raise IntegrityError(path=path, reason=f"index: pack {number} should have {at} bytes, not {size_bytes}")
     assert len(tags) == TAG_BYTES * len(parts)
     return bytes(tags)

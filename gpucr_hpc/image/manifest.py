@@ -71,9 +71,7 @@ def decode(
     body = data[MANIFEST_HEADER_BYTES:]
     key = next((key for key in trusted if key.raw == signer), None)
     if key is None:
-        raise SignatureError(
-            path=path, reason=f"signed by key {PublicKey(signer).key_id}, which is not trusted"
-        )
+        raise SignatureError(path=path, reason=f"signed by key {PublicKey(signer).key_id}, which is not trusted")
     signature = data[_HEAD.size : MANIFEST_HEADER_BYTES]
     if not key.verifies(signature, _CONTEXT + data[: _HEAD.size] + body):
         raise SignatureError(path=path, reason="the content does not match the signature")

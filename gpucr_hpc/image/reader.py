@@ -79,9 +79,7 @@ class ImageReader:
             for file in files:
                 file.close()
             raise
-        self._pool = ThreadPoolExecutor(
-            workers or default_workers(), thread_name_prefix=f"image-{self._rank}"
-        )
+        self._pool = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix=f"image-{self._rank}")
 
     def __enter__(self) -> ImageReader:
         return self
@@ -175,9 +173,7 @@ class ImageReader:
 
     def _check_packs(self) -> None:
         entry = self._entry
-        tags = layout.check_geometry(
-            self._streams, [pack.size_bytes for pack in entry.packs], entry.index.name
-        )
+        tags = layout.check_geometry(self._streams, [pack.size_bytes for pack in entry.packs], entry.index.name)
         for number, (part, file) in enumerate(zip(entry.packs, self._packs, strict=True)):
             found = bytearray(layout.HEADER_BYTES)
             count = file.read_into(memoryview(found), 0)
@@ -232,9 +228,7 @@ class ImageReader:
         number = nonce(self._rank, chunk.pack, chunk.offset)
         opened = unseal(self._cipher, number, view, place.bind(sequence, chunk.plain, chunk.kind), room)
         if opened is None:
-            reason = (
-                f"chunk {sequence} of stream {stream.name}, at byte {chunk.offset}, is not what was written"
-            )
+            reason = f"chunk {sequence} of stream {stream.name}, at byte {chunk.offset}, is not what was written"
             raise IntegrityError(path=file.path, reason=reason)
         if chunk.kind == ChunkKind.RAW:
             return opened, buffer

@@ -260,9 +260,7 @@ class ImageWriter:
 
     def _pack_entries(self) -> list[PackEntry]:
         packs = len(self._files) - 1
-        streams = {
-            s.name: layout.Stream(s.name, s.size_bytes, bytes(s._records)) for s in self._streams.values()
-        }
+        streams = {s.name: layout.Stream(s.name, s.size_bytes, bytes(s._records)) for s in self._streams.values()}
         tags = layout.check_geometry(streams, self._ends[:packs], layout.index_name(self._rank))
         entries = []
         for number in range(packs):

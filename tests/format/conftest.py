@@ -1,0 +1,25 @@
+"""Fixtures of the format tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from image_samples import Checkpoint, contents
+
+from gpucr_hpc.image.keys import DataKey
+
+
+@pytest.fixture
+def make() -> Callable[..., Checkpoint]:
+    def build(content: dict[str, bytes] | None = None, **values: Any) -> Checkpoint:
+        return Checkpoint(contents() if content is None else content, values.pop("key", DataKey(b"k" * 32)), **values)
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def good() -> Checkpoint:
+    """A checkpoint that no test changes."""
+    return Checkpoint(contents(), DataKey(b"k" * 32))

@@ -1,0 +1,485 @@
+"""ImageWriter and ImageReader with pipes, threads, failures and full disks."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import resource
+import subprocess
+import sys
+import threading
+import tracemalloc
+
+import pytest
+
+from gpucr_hpc.errors import ImageError, IntegrityError, StoreError, StoreFull, UsageError
+from gpucr_hpc.image import chunks
+from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.reader import ImageReader
+from gpucr_hpc.image.writer import ImageWriter
+from gpucr_hpc.store.memory import MemoryStore
+from gpucr_hpc.store.posix import PosixStore
+
+ID = "20261127T232501Z-3f9a"
+KEY = DataKey(b"k" * 32)
+
+
+@pytest.fixture(params=["posix", "memory"])
+def store(request, tmp_path):
+    return PosixStore(tmp_path / "store") if request.param == "posix" else MemoryStore()
+
+
+@pytest.fixture
+def staging(store):
+    return store.begin("41", ID)
+
+
+def writer(staging, **values) -> ImageWriter:
+    return ImageWriter(staging.create, **{"checkpoint": ID, "node_rank": 0, "key": KEY, **values})
+
+
+def reader(opened, entry) -> ImageReader:
+    return ImageReader(opened, entry, checkpoint=ID, key=KEY)
+
+
+def fill(fd: int, data: bytes) -> threading.Thread:
+    def work() -> None:
+        with os.fdopen(fd, "wb") as pipe:
+            pipe.write(data)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def drained(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as pipe:
+        return pipe.read()
+
+
+def test_pipes_there_and_back(store, staging):
+    """Many streams at once through pipes come back through pipes."""
+    content = {f"pages-{n}.img": os.urandom(200_000 * n) + bytes(300_000 * (n % 3)) for n in range(9)}
+    image = writer(staging, packs=3, node="n1")
+
+    def take(name: str) -> None:
+        source, sink = os.pipe()
+        feeder = fill(sink, content[name])
+        with image.stream(name) as stream:
+            assert len(content[name]) == stream.copy_fd(source)
+        os.close(source)
+        feeder.join()
+
+    run_all(take, content)
+    entry = image.finish()
+    assert sum(map(len, content.values())) == entry.bytes_plain == image.bytes_plain
+    assert image.bytes_stored == entry.bytes_stored
+    assert (entry.streams, entry.node, len(entry.packs)) == (9, "n1", 3)
+    staging.publish(b"M")
+    sizes = 0
+    for part in (*entry.packs, entry.index):
+        with store.open("41", ID, part.name) as file:
+            assert len(file.read()) == part.size_bytes
+        sizes += part.size_bytes
+    assert sizes == entry.bytes_stored
+
+    with reader(lambda name: store.open("41", ID, name), entry) as back:
+
+        def give(name: str) -> None:
+            source, sink = os.pipe()
+            got = []
+            drain = threading.Thread(target=lambda: got.append(drained(source)))
+            drain.start()
+            assert back.copy_to_fd(name, sink) == len(content[name])
+            os.close(sink)
+            drain.join()
+            assert content[name] == got[0]
+
+        run_all(give, content)
+        assert set(content) == set(back.names())
+
+
+def run_all(work, names) -> None:
+    failures = []
+
+    def guarded(name: str) -> None:
+        try:
+            work(name)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
+@pytest.mark.parametrize("step", [777_777, CHUNK_BYTES, 5 * CHUNK_BYTES])
+def test_sizes_around_a_chunk(staging, size, step):
+    """Every size and way of cutting the writes gives the same stream."""
+    data = os.urandom(size)
+    image = writer(staging)
+    with image.stream("a") as stream:
+        for at in range(0, size, step):
+            assert len(data[at : at + step]) == stream.write(memoryview(data)[at : at + step])
+    with reader(staging.open, image.finish()) as back:
+        assert data == back.read("a")
+        assert size == back.size("a")
+
+
+def test_zero_and_compressible_data_is_small(staging):
+    """Zeros cost nothing, text little, and noise no more than its size and the index."""
+    image = writer(staging)
+    with image.stream("zero") as stream:
+        stream.write(bytes(10 * CHUNK_BYTES + 7))
+    assert image.bytes_stored < 200
+    with image.stream("text") as stream:
+        stream.write(b"all work and no play " * 200_000)
+    with image.stream("noise") as stream:
+        stream.write(os.urandom(CHUNK_BYTES))
+    entry = image.finish()
+    assert entry.bytes_stored < CHUNK_BYTES + 100_000
+    with reader(staging.open, entry) as back:
+        assert bytes(10 * CHUNK_BYTES + 7) == back.read("zero")
+        assert back.read("text") == b"all work and no play " * 200_000
+
+
+def test_names(staging):
+    """Bad and repeated names are refused."""
+    image = writer(staging)
+    image.stream("pages-1.img").close()
+    for name in ("pages-1.img", "", ".hidden", "a/b", "..", "a b", "ä"):
+        with pytest.raises(UsageError):
+            image.stream(name)
+    image.abort()
+
+
+def test_finish_needs_closed_streams(staging):
+    """An open stream, or one left by an exception, keeps the image from being finished."""
+    image = writer(staging)
+    stream = image.stream("a")
+    stream.write(b"x")
+    stream.__exit__(RuntimeError, None, None)
+    with pytest.raises(UsageError, match="'a' is still open"):
+        image.finish()
+    stream.close()
+    stream.close()
+    with pytest.raises(UsageError, match="closed"):
+        stream.write(b"x")
+    image.finish()
+    with pytest.raises(UsageError, match="finished"):
+        image.finish()
+    with pytest.raises(UsageError, match="finished"):
+        image.stream("b")
+    image.abort()
+
+
+def test_abort_while_streams_are_written(staging):
+    """After abort every writer gets an error and no thread hangs."""
+    image = writer(staging)
+    started, seen = threading.Event(), []
+
+    def work() -> None:
+        try:
+            with image.stream("a") as stream:
+                while True:
+                    stream.write(os.urandom(CHUNK_BYTES))
+                    started.set()
+        except ImageError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(10)
+    image.abort()
+    image.abort()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert "given up" in str(seen[0])
+    with pytest.raises(ImageError):
+        image.finish()
+
+
+def test_full_disk_is_raised_to_every_caller(tmp_path):
+    """A disk that fills up gives StoreFull with the pack's name in write, in close or at the latest in finish."""
+    store = MemoryStore(capacity_bytes=3 * CHUNK_BYTES)
+    staging = store.begin("41", ID)
+    image = writer(staging)
+
+    def write_all() -> None:
+        with image.stream("a") as stream:
+            for _ in range(50):
+                stream.write(os.urandom(CHUNK_BYTES))
+        image.finish()
+
+    with pytest.raises(StoreFull, match=r"r0000-p0.\.pack"):
+        write_all()
+    with pytest.raises(StoreFull):
+        image.stream("b")
+    with pytest.raises(StoreFull):
+        image.finish()
+    image.abort()
+    staging.abort()
+    assert store.free_bytes() == 3 * CHUNK_BYTES
+
+
+def test_full_disk_at_the_index():
+    """A disk that is full only when the index is written fails the image."""
+    store = MemoryStore(capacity_bytes=1000)
+    image = writer(store.begin("41", ID))
+    with image.stream("a") as stream:
+        stream.write(os.urandom(1000 - 128 - 10))
+    with pytest.raises(StoreFull, match=r"r0000\.index"):
+        image.finish()
+    image.abort()
+
+
+def test_full_disk_when_packs_are_created():
+    """create() that raises leaves no open file behind."""
+    opened = []
+
+    def create(name: str):
+        if opened:
+            raise StoreFull(path=name, reason="no space")
+        opened.append(io.BytesIO())
+        return opened[0]
+
+    with pytest.raises(StoreFull):
+        ImageWriter(create, checkpoint=ID, node_rank=0, key=KEY)
+    assert opened[0].closed
+
+
+def test_file_size_limit_of_the_kernel(tmp_path):
+    """A real write error of the kernel (EFBIG by RLIMIT_FSIZE) is StoreFull; the staging can be aborted."""
+    code = """
+import os, resource, sys
+from gpucr_hpc.errors import StoreFull
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.writer import ImageWriter
+from gpucr_hpc.store.posix import PosixStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))
+store = PosixStore(sys.argv[1])
+staging = store.begin("41", sys.argv[2])
+image = ImageWriter(staging.create, checkpoint=sys.argv[2], node_rank=0, key=DataKey.generate())
+try:
+    with image.stream("a") as stream:
+        for _ in range(20):
+            stream.write(os.urandom(1 << 20))
+    image.finish()
+except StoreFull as error:
+    image.abort()
+    staging.abort()
+    assert store.list() == store.orphans(0) == []
+    print("full:", error)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    args = [sys.executable, "-c", code, str(tmp_path), ID]
+    done = subprocess.run(args, check=True, env=env, capture_output=True, text=True)
+    assert done.stdout.startswith("full: r0000-p0")
+    assert os.strerror(errno.EFBIG) in done.stdout
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 2 << 20
+
+
+def test_any_failure_of_a_worker_fails_the_image(staging, monkeypatch):
+    """Even a bug on a worker's thread never gives an image that looks complete."""
+
+    def broken(*args):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gpucr_hpc.image.writer.seal", broken)
+    image = writer(staging)
+    image.stream("a").write(b"x" * CHUNK_BYTES)
+    with pytest.raises((ImageError, UsageError)):
+        image.finish()
+    image.abort()
+
+
+def test_short_writes_are_completed(tmp_path, monkeypatch):
+    """A pwrite that takes only a part is continued."""
+    real = os.pwrite
+    monkeypatch.setattr("gpucr_hpc.image.files.os.pwrite", lambda fd, data, at: real(fd, data[:70_001], at))
+    staging = PosixStore(tmp_path).begin("41", ID)
+    data = os.urandom(CHUNK_BYTES)
+    image = writer(staging)
+    with image.stream("a") as stream:
+        stream.write(data)
+    with reader(staging.open, image.finish()) as back:
+        assert data == back.read("a")
+
+
+def test_read_error_of_the_disk_is_a_store_error(tmp_path, monkeypatch):
+    """EIO from a pack is a StoreError that names it, not damage."""
+    staging = PosixStore(tmp_path).begin("41", ID)
+    image = writer(staging)
+    with image.stream("a") as stream:
+        stream.write(b"hello")
+
+    def broken(*args):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with reader(staging.open, image.finish()) as back:
+        monkeypatch.setattr("gpucr_hpc.image.files.os.preadv", broken)
+        with pytest.raises(StoreError, match=r"r0000-p0.\.pack: Input/output error"):
+            back.read("a")
+
+
+def test_pack_cut_while_it_is_open(tmp_path):
+    """A pack that becomes shorter after the open is found by verify and by reading."""
+    store = PosixStore(tmp_path)
+    staging = store.begin("41", ID)
+    image = writer(staging, packs=1)
+    with image.stream("a") as stream:
+        stream.write(os.urandom(1000))
+    with reader(staging.open, image.finish()) as back:
+        os.truncate(tmp_path / "41" / f"{ID}.partial" / "r0000-p00.pack", 100)
+        with pytest.raises(IntegrityError, match="100 bytes"):
+            back.verify()
+        with pytest.raises(IntegrityError, match="ends inside"):
+            back.read("a")
+
+
+def test_broken_pipe_is_raised(staging):
+    """The other side's close is BrokenPipeError, and the reader can be used on."""
+    image = writer(staging)
+    with image.stream("a") as stream:
+        stream.write(os.urandom(4 * CHUNK_BYTES))
+    with reader(staging.open, image.finish()) as back:
+        source, sink = os.pipe()
+        os.close(source)
+        with pytest.raises(BrokenPipeError):
+            back.copy_to_fd("a", sink)
+        os.close(sink)
+        assert len(back.read("a")) == 4 * CHUNK_BYTES
+
+
+def test_non_blocking_pipes(staging):
+    """A pipe that would block is waited for, both ways."""
+    data = os.urandom(3 * CHUNK_BYTES)
+    source, sink = os.pipe()
+    os.set_blocking(source, False)
+    image = writer(staging)
+    go = threading.Event()
+
+    def feed() -> None:
+        go.wait(10)
+        with os.fdopen(sink, "wb") as pipe:
+            pipe.write(data)
+
+    thread = threading.Thread(target=feed)
+    thread.start()
+    with image.stream("a") as stream:
+        go.set()
+        stream.copy_fd(source)
+    thread.join()
+    os.close(source)
+    with reader(staging.open, image.finish()) as back:
+        source, sink = os.pipe()
+        os.set_blocking(sink, False)
+        got = []
+        drain = threading.Thread(target=lambda: got.append(drained(source)))
+        drain.start()
+        back.copy_to_fd("a", sink)
+        os.close(sink)
+        drain.join()
+    assert data == got[0]
+
+
+def test_files_and_bad_descriptors(staging, tmp_path):
+    """A regular file is copied too; a closed descriptor is an OSError."""
+    path = tmp_path / "source"
+    path.write_bytes(b"x" * 100_000)
+    image = writer(staging)
+    with image.stream("a") as stream, path.open("rb") as file:
+        assert stream.copy_fd(file.fileno()) == 100_000
+    bad = image.stream("b")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        bad.copy_fd(999_999)
+    image.abort()
+
+
+def test_memory_does_not_grow_with_the_data():
+    """Forty times the data takes no more memory."""
+
+    class Nowhere(io.RawIOBase):
+        def seekable(self) -> bool:
+            return True
+
+        def seek(self, at: int, whence: int = 0) -> int:
+            self.at = self.end if whence == 2 else at
+            return self.at
+
+        def write(self, data) -> int:
+            self.end = max(getattr(self, "end", 0), self.at + len(data))
+            return len(data)
+
+    def peak(mib: int) -> int:
+        noise = os.urandom(CHUNK_BYTES)
+        tracemalloc.start()
+        image = ImageWriter(lambda _: Nowhere(), checkpoint=ID, node_rank=0, key=KEY, workers=2)
+        with image.stream("a") as stream:
+            for _ in range(mib):
+                stream.write(noise)
+        image.finish()
+        result = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return result
+
+    peak(2)
+    assert peak(200) < 16 * CHUNK_BYTES
+
+
+def test_old_cryptography_without_encrypt_into(staging, monkeypatch):
+    """Debian's older python3-cryptography has no encrypt_into; images are the same."""
+
+    class Old:
+        def __init__(self, cipher) -> None:
+            self.encrypt, self.decrypt = cipher.encrypt, cipher.decrypt
+
+    data = os.urandom(CHUNK_BYTES + 5) + b"text " * 100_000
+    image = writer(staging)
+    image._cipher = Old(image._cipher)
+    with image.stream("a") as stream:
+        stream.write(data)
+    entry = image.finish()
+    with reader(staging.open, entry) as back:
+        assert data == back.read("a")
+        back._cipher = Old(back._cipher)
+        assert data == back.read("a")
+
+
+def test_arguments(staging):
+    """Ranks, packs and ids outside of the format are refused."""
+    for change in ({"node_rank": -1}, {"node_rank": 1 << 16}, {"packs": 0}, {"packs": 101}, {"checkpoint": "x"}):
+        with pytest.raises(UsageError):
+            writer(staging, **change)
+
+
+def test_squeeze_only_when_it_pays():
+    """Noise stays raw after a sample; what LZ4 does not bring below 7/8 stays raw too."""
+    assert chunks.squeeze(memoryview(os.urandom(CHUNK_BYTES))) is None
+    assert chunks.squeeze(memoryview(os.urandom(100))) is None
+    half = bytes(chunks.SAMPLE_BYTES) + os.urandom(CHUNK_BYTES - chunks.SAMPLE_BYTES)
+    assert chunks.squeeze(memoryview(half)) is None
+    packed = chunks.squeeze(memoryview(b"ab" * 500_000))
+    assert packed is not None
+    assert chunks.unsqueeze(packed, 1_000_000) == b"ab" * 500_000
+    for wrong in (999_999, 1_000_001):
+        with pytest.raises(ValueError):
+            chunks.unsqueeze(packed, wrong)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4096, CHUNK_BYTES - 1, CHUNK_BYTES])
+def test_zero_test_sees_every_byte(size):
+    """One bit in the first, middle or last byte makes a chunk not zero."""
+    buffer = bytearray(CHUNK_BYTES)
+    assert chunks.is_zero(buffer, size)
+    for at in {0, size // 2, size - 1}:
+        buffer[at] = 1
+        assert not chunks.is_zero(buffer, size)
+        buffer[at] = 0
