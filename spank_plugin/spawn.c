@@ -135,14 +135,20 @@ static void child(const struct frame *f, struct pipes *p)
 	go = fcntl(p->go[0], F_DUPFD_CLOEXEC, first);
 	if (report < 0)
 		fail_child(p->error[1], "dup");
-	if (go < 0 || (pmi >= 0 && dup2(p->pmi[1], pmi) < 0))
+	if (go < 0)
 		fail_child(report, "dup");
 	if (p->in[0] >= 0 ? dup2(p->in[0], 0) < 0 : (close(0), open("/dev/null", O_RDONLY) != 0))
 		fail_child(report, "standard input");
 	if (dup2(p->out[1], 1) < 0 || dup2(p->err[1] >= 0 ? p->err[1] : p->out[1], 2) < 0)
 		fail_child(report, "standard output");
+	/* After stdio: the number may be that of one of our pipe ends, or already right (then dup2() changes no flag). */
+	if (pmi >= 0) {
+		if (dup2(p->pmi[1], pmi) < 0)
+			fail_child(report, "PMI_FD");
+		set_cloexec(pmi, false);
+	}
 	/* Above all the writing end of our own go pipe: its end means that the shepherd gave us up. */
-	if (p->go[1] != pmi)
+	if (p->go[1] != pmi) /* else it is replaced already */
 		close(p->go[1]);
 	for (int fd = 3; fd < first; fd++)
 		if (fd != pmi)
