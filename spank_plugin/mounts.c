@@ -56,8 +56,11 @@ static int private_tmpfs(const struct capsule_args *a, const char *path)
 
 int capsule_mounts(const struct capsule_args *a, const char **step)
 {
-	*step = "make mounts private";
-	if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
+	/* Slave, not private: what the host unmounts must go here too, or a capsule keeps the network namespaces of
+	 * jobs that have left (their files in /run/netns), with their devices, alive; and file systems that the host
+	 * mounts later are seen. Nothing goes the other way. */
+	*step = "make mounts slaves of the host's";
+	if (mount(NULL, "/", NULL, MS_REC | MS_SLAVE, NULL) < 0)
 		return -1;
 	*step = "mount /proc";
 	if (mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0)
