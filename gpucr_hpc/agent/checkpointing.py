@@ -43,11 +43,15 @@ def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float
 
 
 async def checkpoint(
-    job: ProtectedJob, reason: str, *, leave: bool, info: slurm.JobInfo | None
+    job: ProtectedJob, reason: str, *, leave: bool, info: slurm.JobInfo | None, since: float | None = None
 ) -> dict[str, Any]:
-    """Take the checkpoint and, with leave, move the job away. Raises after everything is undone."""
+    """Take the checkpoint and, with leave, move the job away. Raises after everything is undone.
+
+    since: monotonic clock when the signal came that asked for it, for the report; None means now.
+    """
     assert job.capsule is not None
     began, capsule, context = time.time(), job.capsule, job.context
+    ordered = time.monotonic() if since is None else since
     timings = Timings()
     checkpoint_id, key = new_checkpoint_id(), DataKey.generate()
     budget = Budget(job.job, budget_s(info, leave, context.config.engine.dump_timeout_s))
@@ -64,6 +68,10 @@ async def checkpoint(
     catalog = Catalog(context, worker, job.store_root)
 
     async def publish() -> None:
+        spans = {
+            "signal_to_frozen_s": round(participant.frozen_at - ordered, 4),
+            "dump_s": round(participant.dump_s, 4),
+        }
         manifest = Manifest(
             checkpoint=checkpoint_id,
             job=job.job,
@@ -73,7 +81,7 @@ async def checkpoint(
             run=job.run,
             images=[ImageEntry.from_dict(participant.entry)],
             slots=[key.wrap(context.site_key, checkpoint_id)],
-            meta=participant.meta | {"phases_s": timings.phases, "began": began},
+            meta=participant.meta | {"phases_s": timings.phases, "began": began, **spans},
         )
         data = manifest_file.encode(manifest, context.signing_key)
         await worker.call("publish", manifest=base64.b64encode(data).decode())
@@ -86,6 +94,7 @@ async def checkpoint(
             "began": began,
             "bytes_plain": manifest.bytes_plain,
             "bytes_stored": manifest.bytes_stored,
+            **spans,
         }
 
     async def requeue() -> None:
@@ -105,7 +114,7 @@ async def checkpoint(
     finally:
         job.last |= {"phases_s": timings.phases}
         await _close(job, worker, catalog, checkpoint_id)
-    report = dict(job.last) | {"frozen_s": round(participant.frozen_s, 4), "total_s": round(time.time() - began, 4)}
+    report = dict(job.last) | {"total_s": round(time.time() - began, 4)}
     log.info("checkpoint committed", **{k: v for k, v in report.items() if k != "phases_s"}, **timings.phases)
     text = (
         f"checkpoint {checkpoint_id} written in {format_duration(report['total_s'])}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -210,7 +211,7 @@ class ProtectedJob:
 
     async def notice(self, supervisor: Supervisor, signal: int) -> None:
         """Slurm sent a signal to the supervisor; find out what it means and act."""
-        notice_signal = supervisor.hello.int("SIGNAL")
+        arrived, notice_signal = time.monotonic(), supervisor.hello.int("SIGNAL")
         if self.phase in (Phase.LEAVING, Phase.REQUEUEING):
             await supervisor.absorb(signal)
             return
@@ -228,14 +229,14 @@ class ProtectedJob:
         await supervisor.absorb(signal)
         if decision is not Decision.IGNORE:
             try:
-                await self.checkpoint("preempt", leave=True, info=info)
+                await self.checkpoint("preempt", leave=True, info=info, since=arrived)
             except Busy:
                 pass
             except GpucrError as error:
                 log.error("checkpoint failed", job=self.job, error=str(error))
 
     async def checkpoint(
-        self, reason: str, *, leave: bool, info: slurm.JobInfo | None = None
+        self, reason: str, *, leave: bool, info: slurm.JobInfo | None = None, since: float | None = None
     ) -> dict[str, Any]:
         """Take a checkpoint; with leave the job is requeued after it. Returns the report of it.
 
@@ -243,7 +244,7 @@ class ProtectedJob:
         """
         if self.phase is not Phase.RUNNING or self.capsule is None:
             raise Busy(job=self.job, operation=f"{self.phase}")
-        return await checkpointing.checkpoint(self, reason, leave=leave, info=info)
+        return await checkpointing.checkpoint(self, reason, leave=leave, info=info, since=since)
 
     async def _ended(self, supervisor: Supervisor, status: int, notice: bool) -> None:
         """The batch task ended by itself. A record keeps Slurm's requeue at a grace time's end from running it

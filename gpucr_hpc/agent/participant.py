@@ -48,7 +48,7 @@ class LocalParticipant:
         self.detached = False
         self.entry: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
-        self.frozen_s = 0.0
+        self.frozen_at = self.dump_s = 0.0
 
     async def prepare(self) -> None:
         context, capsule = self._context, self._capsule
@@ -84,7 +84,6 @@ class LocalParticipant:
 
     async def capture(self) -> None:
         capsule, context = self._capsule, self._context
-        start = time.monotonic()
         self._dump = Dump(capsule, self._run_dir, self._worker, context.config.engine)
         frozen: Frozen = await self._dump.capture()
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
@@ -97,7 +96,7 @@ class LocalParticipant:
             "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks],
             "files": [f.as_dict() for f in files],
         }
-        self.frozen_s = time.monotonic() - start
+        self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
 
     async def finish(self) -> None:
         assert self._dump is not None

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +34,12 @@ log = Log(__name__)
 
 @dataclass(frozen=True)
 class Frozen:
-    """A captured, still frozen tree. streams: names in the image; processes: what was in the namespace."""
+    """A captured, still frozen tree. streams: names in the image; processes: what was in the namespace; frozen_at:
+    seconds of the monotonic clock when every task had stopped."""
 
     streams: list[str]
     processes: list[Process]
-    freeze_s: float
+    frozen_at: float
 
 
 class Dump:
@@ -59,7 +59,7 @@ class Dump:
 
         Raises DumpFailed or an error of the worker; `undo` is to be called then.
         """
-        capsule, start = self._capsule, time.monotonic()
+        capsule = self._capsule
         await self._listen()
         argv = criu.enter_argv(
             capsule.init_pid,
@@ -86,11 +86,11 @@ class Dump:
             raise await self._failure(f"not done within {self._config.dump_timeout_s:.0f} s")
         if ended in done and not self._arrived.is_set():
             raise await self._failure("")
-        freeze_s = time.monotonic() - start
         streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
         await self._take_private_files()
         processes = self._check_complete(streams)
-        return Frozen(streams, processes, freeze_s)
+        frozen_at = await self._worker.call("frozen_at")
+        return Frozen(streams, processes, frozen_at)
 
     async def resume(self) -> None:
         """After the commit: let the tree run on. Raises DumpFailed when CRIU then fails."""

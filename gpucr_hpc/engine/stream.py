@@ -16,6 +16,7 @@ import re
 import socket
 import struct
 import threading
+import time
 from pathlib import Path
 
 from gpucr_hpc.errors import GpucrError, ImageError
@@ -168,8 +169,11 @@ class Capture(_Connection):
         super().__init__(listener)
         self._writer = writer
         self.names: list[str] = []
+        self.began: float | None = None
 
     def _request(self, sock: socket.socket, name: str) -> None:
+        if self.began is None:
+            self.began = time.monotonic()  # CRIU opens its first file when every task has stopped
         self.names.append(name)
         self._start_pump(name, _receive_descriptor(sock))
 

@@ -98,6 +98,11 @@ class Worker:
         assert self._capture is not None
         return self._capture.drain(timeout_s)
 
+    def do_frozen_at(self) -> float | None:
+        """Monotonic clock, in seconds, when every task had stopped."""
+        assert self._capture is not None
+        return self._capture.began
+
     def do_progress(self) -> dict[str, int]:
         assert self._writer is not None
         return {"bytes_plain": self._writer.bytes_plain, "bytes_stored": self._writer.bytes_stored}
