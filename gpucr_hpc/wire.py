@@ -35,6 +35,8 @@ class Type(enum.IntEnum):
     ABSORB = 10
     ENDED = 11
     PRINT = 12
+    PLACE = 13
+    PLACED = 14
     SPAWN = 20
     SPAWNED = 21
     GO = 22
@@ -45,6 +47,12 @@ class Type(enum.IntEnum):
     EXITED = 27
     DETACH = 28
     DETACHED = 29
+    CONTROL = 30
+    SRUN = 31
+    PLAN = 32
+    OUTPUT = 33
+    SRUNEND = 34
+    SRUNSIGNAL = 35
     READY = 40
     RESTORE = 41
     RESULT = 42
