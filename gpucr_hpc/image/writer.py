@@ -145,6 +145,9 @@ class ImageWriter:
             syncs = ThreadPoolExecutor(len(self._files))
             list(syncs.map(PlacedFile.sync, self._files))
             syncs.shutdown()
+        except GpucrError as error:
+            self._fail(error)
+            raise
         finally:
             self._close_files()
         return ImageEntry(
