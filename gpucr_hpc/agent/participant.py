@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from gpucr_hpc import faults
 from gpucr_hpc.agent import shepherd
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
@@ -86,6 +87,7 @@ class LocalParticipant:
         capsule, context = self._capsule, self._context
         self._dump = Dump(capsule, self._run_dir, self._worker, context.config.engine)
         frozen: Frozen = await self._dump.capture()
+        faults.reach("frozen")
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
         self.entry = await self._worker.call("seal")
         assert context.criu is not None

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from gpucr_hpc import faults
 from gpucr_hpc.errors import DeadlineExceeded
 from gpucr_hpc.log import Log
 
@@ -79,11 +80,14 @@ async def checkpoint(
         for phase in ("prepare", "lock", "capture"):
             await _all(participants, phase, budget)
             timings.mark(phase)
+            faults.reach(f"after {phase}")
         await _within(publish(), "commit", budget)
         timings.mark("commit")
+        faults.reach("after commit")
         if leave is not None:
             await leave()
             timings.mark("requeue")
+            faults.reach("after requeue")
     except BaseException as error:
         log.warning("checkpoint undone", job=budget.job, error=str(error) or repr(error))
         await asyncio.shield(_undo(participants))

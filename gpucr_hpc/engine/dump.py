@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr_hpc import wire
+from gpucr_hpc import faults, wire
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
 from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.capsule.rundir import RunDir
@@ -77,6 +77,7 @@ class Dump:
         )
         ended = self._ended = asyncio.ensure_future(self._criu.communicate())
         arrived = asyncio.ensure_future(self._arrived.wait())
+        faults.reach("criu started")
         done, _ = await asyncio.wait(
             {ended, arrived}, timeout=self._config.dump_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )

@@ -106,7 +106,8 @@ def daemons_of(role: str) -> list[Daemon]:
     if role == "ctl":
         ctld = ("/usr/sbin/slurmctld", "-D")
         return [munged, Daemon("slurmctld", ctld, _munge_answers, "/var/log/slurmctld.stderr")]
-    agent = ("/usr/bin/python3", "-m", "gpucr_hpc.agent")
+    # Tests write the file and so choose a fault point of the agent.
+    agent = ("/usr/bin/env", f"GPUCR_FAULT_FILE={RUN}/fault", "/usr/bin/python3", "-m", "gpucr_hpc.agent")
     return [
         munged,
         Daemon("slurmd", ("/usr/sbin/slurmd", "-D"), _controller_answers, "/var/log/slurmd.stderr"),
