@@ -179,7 +179,9 @@ int holder_restore(const struct capsule_args *a, pid_t *shepherd)
 	msg_init(&m, GC_RESULT);
 	msg_int(&m, "STATUS", status);
 	msg_str(&m, "MSG", tail);
-	if (msg_send(&m, a->control, NULL, 0) < 0 || status != 0)
+	/* Once CRIU has succeeded the job runs: it stays, whether an agent is there to hear of it or not. */
+	msg_send(&m, a->control, NULL, 0);
+	if (status != 0)
 		return -1;
 	if (join_namespaces(old, &step) < 0)
 		return refuse(a->control, step, errno);
@@ -189,5 +191,6 @@ int holder_restore(const struct capsule_args *a, pid_t *shepherd)
 		return refuse(a->control, "become the user", errno);
 	msg_init(&m, GC_ADOPTED);
 	msg_int(&m, "ROOT", getpid());
-	return msg_send(&m, a->control, NULL, 0);
+	msg_send(&m, a->control, NULL, 0);
+	return 0;
 }

@@ -231,6 +231,8 @@ static void agent_frame(struct frame *f)
 	case GC_REFUSE:
 	case GC_RELEASE:
 		print_msg(f);
+		if (phase == P_ENDED)
+			finish(); /* the task's own status counts */
 		_exit((int)frame_int(f, "STATUS", 1) & 0xff);
 	case GC_START:
 		print_msg(f);

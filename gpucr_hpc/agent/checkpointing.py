@@ -11,7 +11,7 @@ from gpucr_hpc import slurm
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import Capsule, namespace_processes, network
+from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.dump import remove_link_remaps
@@ -98,6 +98,7 @@ async def checkpoint(
         }
 
     async def requeue() -> None:
+        job.run_dir.leaving.touch()
         job.set_phase(Phase.REQUEUEING)
         if info is None or not info.requeued:
             await slurm.requeue(job.job)
@@ -144,6 +145,7 @@ async def _go_on(job: ProtectedJob, participant: LocalParticipant, message: str)
         if not job.supervisors:
             await job.discard()
         return
+    job.run_dir.leaving.unlink(missing_ok=True)
     job.set_phase(Phase.RUNNING)
     for supervisor in list(job.supervisors.values()):
         if participant.detached:
@@ -166,12 +168,26 @@ async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) ->
     await job.discard()
 
 
-async def settle(capsule: Capsule) -> None:
+async def settle(capsule: Capsule, run_dir: RunDir) -> None:
     """Wait until a CRIU that an earlier agent had started in a capsule is gone, and clean up behind it."""
     deadline = time.monotonic() + _SETTLE_LIMIT_S
+    run_dir.leaving.unlink(missing_ok=True)
     while any(p.name in ("criu", "gpucr-hook") for p in namespace_processes(capsule.init_pid)):
         if time.monotonic() > deadline:
             raise CapsuleError(job=capsule.job, node="this node", reason="an earlier CRIU does not end")
         await asyncio.sleep(0.05)
     remove_link_remaps(capsule)
     await network.unlock(capsule.job)
+
+
+async def restored(capsule: Capsule) -> bool:
+    """Wait until a restore that an earlier agent had begun ends: whether the whole tree runs.
+
+    The holder takes the user's identity last of all; when CRIU fails the holder dies, and the capsule with it.
+    """
+    deadline = time.monotonic() + _SETTLE_LIMIT_S
+    while capsule.alive() and time.monotonic() < deadline:
+        if any(p.nspid == capsule.root and p.uid == capsule.uid for p in namespace_processes(capsule.init_pid)):
+            return True
+        await asyncio.sleep(0.05)
+    return False

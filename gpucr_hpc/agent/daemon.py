@@ -73,7 +73,7 @@ class Agent:
             await supervisor.run_unprotected(f"this job runs without protection: {error}")
             return
         job = self.jobs.setdefault(name, ProtectedJob(self.context, name))
-        if job.supervisors and job.uid != supervisor.uid:
+        if not job.idle and job.uid != supervisor.uid:
             log.warning("foreign supervisor refused", job=name, uid=supervisor.uid)
             return
         try:

@@ -25,6 +25,8 @@ from gpucr_hpc.model import new_checkpoint_id
 
 log = Log(__name__)
 
+_CAPSULE_DIED = 137  # as gpucr-task says it
+
 
 class ProtectedJob:
     """State and operations of a job. Only the agent's event loop touches it."""
@@ -70,28 +72,32 @@ class ProtectedJob:
         """Take over a capsule that an earlier agent made; False when nothing of it is left to keep.
 
         A dump that was under way has been undone by CRIU itself, since it lost its hook and its stream; here
-        we wait for its end and open the network again.
+        we wait for its end and open the network again. A restore that was under way has ended one way or the other.
         """
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.store_root, self.last = state["store_root"], state["last"]
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
         phase = Phase(state["phase"])
         pid, start = state["supervisor"]
-        lives = self.capsule is not None and self.capsule.alive()
-        if lives and phase is Phase.REQUEUEING:
+        if self.capsule is not None and not self.capsule.alive():
+            self.capsule = None
+        if self.capsule and phase is Phase.REQUEUEING:
             try:
                 info = await slurm.job(self.job)
                 phase = Phase.LEAVING if not info.running or info.restarts > self.run else Phase.RUNNING
             except SlurmError as error:
                 log.warning("slurmctld does not answer, job kept", job=self.job, error=str(error))
                 phase = Phase.RUNNING
-        if not lives or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING) or start_time(pid) != start:
+        if self.capsule and phase is Phase.RESTORING and await checkpointing.restored(self.capsule):
+            phase = Phase.RUNNING
+        gone = self.capsule is None or not self.capsule.alive() or start_time(pid) != start
+        if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
             log.info("remains of a job removed", job=self.job, phase=phase)
             await discard(self.job, self.run_dir, self.capsule)
             self.capsule = None
             return False
         assert self.capsule is not None
-        await checkpointing.settle(self.capsule)
+        await checkpointing.settle(self.capsule, self.run_dir)
         await network.unlock(self.job)
         self.set_phase(Phase.RUNNING)
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
@@ -111,7 +117,7 @@ class ProtectedJob:
             self.supervisors[supervisor.key] = supervisor
             if self.phase is Phase.LEAVING:
                 await supervisor.release("")
-            elif self.phase is Phase.CHECKPOINTING:
+            elif self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
                 pass  # the end of the checkpoint tells it what to do
             elif self.capsule is not None and self.capsule.alive():
                 self.save()
@@ -121,6 +127,10 @@ class ProtectedJob:
                     await self._admit(supervisor)
                 if supervisor.hello.int("NOTICE"):
                     self.spawn(self.notice(supervisor, supervisor.hello.int("NOTICE")))
+                elif supervisor.hello.get("MODE") == "again":
+                    self.spawn(self._missed())
+            elif supervisor.hello.get("MODE") == "again":
+                await self._without_capsule(supervisor)
             else:
                 await self._begin(supervisor)
 
@@ -133,6 +143,24 @@ class ProtectedJob:
             await supervisor.attach(self.run_dir.shepherd_socket, "")
         else:
             await supervisor.start(self.run_dir.shepherd_socket, self._env(), "")
+
+    async def _without_capsule(self, supervisor: Supervisor) -> None:
+        """A supervisor of an earlier agent, whose capsule is gone: its run must not begin again here."""
+        self.uid, self.gid, self.run = supervisor.uid, supervisor.gid, supervisor.hello.int("RESTART")
+        try:
+            info = await slurm.job(self.job)
+            self._check(info, supervisor)
+            self.store_root = self.context.store_root(supervisor.hello.get("DIR"))
+            left = info.requeued or info.restarts > self.run
+        except GpucrError as error:
+            log.warning("whether the job has left is not known", job=self.job, error=str(error))
+            left = False
+        if left:
+            await supervisor.release("")
+        elif supervisor.hello.int("ATTACHED"):
+            await supervisor.ok()  # it says ENDED, or learns from its shepherd that nothing is left
+        else:
+            await supervisor.refuse("the capsule of this job died", _CAPSULE_DIED)
 
     def _env(self) -> dict[str, str]:
         """Variables that every task of the capsule gets."""
@@ -148,20 +176,26 @@ class ProtectedJob:
             self.run = max(info.restarts, supervisor.hello.int("RESTART"))
             restarted = restarted or self.run > 0
             self.store_root = self.context.store_root(supervisor.hello.get("DIR"))
-            if self.run == 0:
-                await self._start(supervisor, "")
-            else:
-                await restarting.restart(self, supervisor)
+            await self._take(supervisor)
         except (GpucrError, OSError) as error:
             log.error("job not taken", job=self.job, error=str(error))
-            await discard(self.job, self.run_dir, self.capsule)
-            self.capsule, self.phase = None, Phase.NEW
             if restarted and not isinstance(error, PermissionRefused | Refused):
                 await restarting.give_up(self, supervisor, str(error))
             elif self.context.config.agent.when_unprotected == "fail":
                 await supervisor.refuse(f"this job cannot be protected: {error}", 1)
             else:
                 await supervisor.run_unprotected(f"this job runs without protection: {error}")
+
+    async def _take(self, supervisor: Supervisor) -> None:
+        try:
+            if self.run == 0:
+                await self._start(supervisor, "")
+            else:
+                await restarting.restart(self, supervisor)
+        except (GpucrError, OSError):
+            await discard(self.job, self.run_dir, self.capsule)
+            self.capsule, self.phase = None, Phase.NEW
+            raise
 
     def _check(self, info: slurm.JobInfo, supervisor: Supervisor) -> None:
         if info.uid != supervisor.uid:
@@ -228,12 +262,21 @@ class ProtectedJob:
             return
         await supervisor.absorb(signal)
         if decision is not Decision.IGNORE:
-            try:
-                await self.checkpoint("preempt", leave=True, info=info, since=arrived)
-            except Busy:
-                pass
-            except GpucrError as error:
-                log.error("checkpoint failed", job=self.job, error=str(error))
+            await self._leave(info, arrived)
+
+    async def _missed(self) -> None:
+        """Take up again what an earlier agent had been told to do: Slurm tells it only once."""
+        arrived, info = time.monotonic(), await slurm.job(self.job)
+        if info.being_preempted or info.requeued:
+            await self._leave(info, arrived)
+
+    async def _leave(self, info: slurm.JobInfo | None, since: float) -> None:
+        try:
+            await self.checkpoint("preempt", leave=True, info=info, since=since)
+        except Busy:
+            pass
+        except GpucrError as error:
+            log.error("checkpoint failed", job=self.job, error=str(error))
 
     async def checkpoint(
         self, reason: str, *, leave: bool, info: slurm.JobInfo | None = None, since: float | None = None

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from gpucr_hpc import slurm
+from gpucr_hpc import faults, slurm
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.supervisor import Supervisor
@@ -86,6 +86,7 @@ async def _restore(
     )
     await _roll_back_files(job, supervisor, manifest)
     job.set_phase(Phase.RESTORING)
+    faults.reach("before restore")
     builder = await build(
         job.job,
         job.run_dir,
@@ -96,11 +97,16 @@ async def _restore(
         restore_above=engine.restore_above(meta),
     )
     try:
+        job.capsule = builder.capsule
+        job.save()
+        faults.reach("after build")
         job.capsule = await engine.restore(builder, job.run_dir, worker, meta, context.config.engine)
+        faults.reach("after restore")
     except BaseException:
         await asyncio.shield(discard(job.job, job.run_dir, builder.capsule))
         raise
     await network.unlock(job.job)
+    faults.reach("after unlock")
     took_s = time.monotonic() - start
     job.last = {"restored": manifest.checkpoint, "restore_s": round(took_s, 4), "from_node": meta["node"]}
     job.set_phase(Phase.RUNNING)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpucr_hpc import wire
 from gpucr_hpc.capsule import cgroup, network
-from gpucr_hpc.capsule.processes import namespace_processes, read_process, start_time
+from gpucr_hpc.capsule.processes import namespace_processes, processes_with_network, read_process, start_time
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, RestoreFailed
@@ -21,6 +23,7 @@ from gpucr_hpc.proc import clean_env, run_async
 INIT_PROGRAM = "/usr/lib/gpucr/gpucr-init"
 PRIVATE_DIRECTORIES = ("/tmp", "/dev/shm")  # noqa: S108 - inside the capsule these are its own tmpfs
 _BUILD_LIMIT_S = 20.0
+_KILL_LIMIT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Capsule:
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(descriptor, gone.set)
             try:
-                await asyncio.wait_for(gone.wait(), 30)
+                await asyncio.wait_for(gone.wait(), _KILL_LIMIT_S)
             except TimeoutError:
                 raise CapsuleError(job=self.job, node="this node", reason="its init does not die") from None
             finally:
@@ -186,9 +189,23 @@ async def build(
     return Builder(capsule, control)
 
 
+async def _kill_network(job: str) -> None:
+    """End what an agent that died while it built a capsule had started: all of it is in the job's network."""
+    deadline = time.monotonic() + _KILL_LIMIT_S
+    while pids := processes_with_network(network.namespace_path(job)):
+        if time.monotonic() > deadline:
+            raise CapsuleError(job=job, node="this node", reason=f"processes do not die: {pids}")
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.02)
+
+
 async def discard(job: str, run_dir: RunDir, capsule: Capsule | None) -> None:
     """Remove everything of a job from this node: processes, network, run directory."""
     if capsule is not None:
         await capsule.kill()
+    else:
+        await _kill_network(job)
     await network.remove(job)
     run_dir.remove()

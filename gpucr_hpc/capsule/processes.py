@@ -65,6 +65,15 @@ def namespace_processes(init_pid: int) -> list[Process]:
     return sorted(found, key=lambda p: p.nspid)
 
 
+def processes_with_network(path: Path) -> list[int]:
+    """Living processes in the network namespace that is kept at `path`; none when it is not there."""
+    try:
+        wanted = f"net:[{path.stat().st_ino}]"
+    except OSError:
+        return []
+    return [int(e) for e in os.listdir("/proc") if e.isdigit() and namespace_of(int(e), "net") == wanted]
+
+
 def start_time(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot: with the pid it names a process for ever."""
     try:

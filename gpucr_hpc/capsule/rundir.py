@@ -46,6 +46,11 @@ class RunDir:
         return self.path / "work"
 
     @property
+    def leaving(self) -> Path:
+        """There while a committed job is being requeued: a hook that loses its agent then keeps the tree frozen."""
+        return self.images / "leaving"
+
+    @property
     def hosts(self) -> Path:
         return self.path / "hosts"
 
