@@ -23,7 +23,7 @@ def reach(point: str) -> None:
     if not path:
         return
     try:
-        name, _, action = Path(path).read_text().strip().partition(" ")
+        name, _, action = Path(path).read_text().strip().rpartition(" ")
         if name != point:
             return
         Path(path).unlink()

@@ -155,6 +155,10 @@ class Dump:
             channel.close()
 
     async def _close(self) -> None:
+        # The accepted end of a hook's connection belongs to the job's network and would keep it alive.
+        for channel in self._hooks.values():
+            channel.close()
+        self._hooks.clear()
         if self._server is not None:
             self._server.close()
             self._server = None
