@@ -74,11 +74,20 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class NetworkConfig:
-    """subnet: addresses of capsules, by node rank; the same on every node. nat: let jobs reach the site's
-    network through their node."""
+    """The network of a job's capsules; equal on every node.
+
+    subnet: addresses of capsules, by node rank. vni_base: VXLAN network identifiers start here, the job id is
+    added (modulo 2^24). vxlan_port: UDP port of the tunnels. mtu: of the capsules' interface; 0: the node's
+    interface's less 50 for the tunnel. nat: let jobs reach the site's network through their node.
+    agent_port: TCP port on which agents talk to each other.
+    """
 
     subnet: str = "10.200.0.0/16"
+    vni_base: int = 0x470000
+    vxlan_port: int = 8474
+    mtu: int = 0
     nat: bool = True
+    agent_port: int = 6827
 
 
 @dataclass(frozen=True)

@@ -258,6 +258,13 @@ class Busy(CoordinationError):
     exit_code = 72
 
 
+class PeerLost(CoordinationError):
+    """job {job}: the agent on {node} is lost: {reason}"""
+
+    exit_code = 73
+    hint = "is gpucr-agent running there, and is its port reachable from this node?"
+
+
 # --- keys and permissions -------------------------------------------------------------------------------
 
 

@@ -1,23 +1,35 @@
 """The job's network on one node: a namespace with a stable virtual address, a lock, and a way out by NAT.
 
-The address depends on the node rank alone, so that sockets can be bound again after a move. Packets to the site
-leave through a veth pair with an address of this node's own; the capsule's address is rewritten inside the
-namespace and the node's outside, so many jobs can use the same virtual addresses.
+The address depends on the node rank alone, so that sockets can be bound again after a move. The nodes of a job are
+joined by a VXLAN of its own with fixed neighbours: no multicast, no learning, nothing that another job could hear.
+Packets to the site leave through a veth pair with an address of this node's own; the capsule's address is rewritten
+inside the namespace and the node's outside, so many jobs can use the same virtual addresses.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pyroute2 import IPRoute, NetNS
+from pyroute2 import netns as namespaces
+from pyroute2.netlink.exceptions import NetlinkError
 
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, GpucrError
 from gpucr_hpc.proc import clean_env, run_async
 
+INTERFACE = "job0"
+_TUNNEL_BYTES = 50  # outer Ethernet, IPv4, UDP and VXLAN headers (RFC 7348)
+_PERMANENT = 128  # NUD_PERMANENT, rtnetlink(7)
 _CRIU_MARK = 0xC114  # CRIU's own repair packets carry it (criu/netfilter.c)
 _UPLINKS = ipaddress.ip_network("100.64.128.0/17")  # shared address space (RFC 6598), /30 for each job of a node
-_UPLINK_SLOTS = 4096
+_UPLINK_SLOTS = 8192
 
 _LOCK = f"""
 table inet gpucr_lock {{
@@ -39,6 +51,28 @@ table ip gpucr_host {{
 """
 
 
+@dataclass(frozen=True)
+class Geometry:
+    """A job's nodes, by node rank. names: as the job knows them, from its first run on. nodes: as Slurm names
+    them in this run. addresses: IPv4 of these nodes."""
+
+    names: tuple[str, ...]
+    nodes: tuple[str, ...]
+    addresses: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.nodes) == len(self.addresses):
+            raise ValueError("names, nodes and addresses must be of one length")
+
+    def virtual(self, node: str) -> str:
+        """The job's name for a node of this run; other names stay."""
+        return self.names[self.nodes.index(node)] if node in self.nodes else node
+
+    def physical(self, name: str) -> str:
+        """The node of this run that the job knows by a name; other names stay."""
+        return self.nodes[self.names.index(name)] if name in self.names else name
+
+
 def namespace_name(job: str) -> str:
     return f"gpucr-{job}"
 
@@ -52,82 +86,159 @@ def address(config: NetworkConfig, node_rank: int) -> str:
     return str(ipaddress.ip_network(config.subnet)[node_rank + 1])
 
 
-async def _tool(argv: Sequence[str], stdin: str = "") -> None:
-    (await run_async(argv, stdin=stdin, timeout_s=20, env=clean_env())).check()
+def hosts_text(config: NetworkConfig, geometry: Geometry) -> str:
+    """/etc/hosts of a capsule: the job's names for its nodes."""
+    lines = [f"{address(config, rank)} {name}" for rank, name in enumerate(geometry.names)]
+    return "\n".join(["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback", *lines, ""])
 
 
-async def _in_namespace(job: str, argv: Sequence[str], stdin: str = "") -> None:
-    await _tool(["nsenter", f"--net={namespace_path(job)}", *argv], stdin)
+def _mac(node_rank: int) -> str:
+    """A fixed, locally administered address."""
+    return "02:67:70:" + ":".join(f"{node_rank >> shift & 255:02x}" for shift in (16, 8, 0))
+
+
+async def _nft(rules: str, job: str | None = None) -> None:
+    inside = [] if job is None else ["nsenter", f"--net={namespace_path(job)}"]
+    (await run_async([*inside, "nft", "-f", "-"], stdin=rules, timeout_s=20, env=clean_env())).check()
 
 
 async def prepare_host(config: NetworkConfig) -> None:
     """Once per start of the agent: address translation for capsules on the node's side."""
     if config.nat:
-        await _tool(["nft", "-f", "-"], _NAT_HOST)
+        await _nft(_NAT_HOST)
         Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
 
-async def create(job: str, node_rank: int, config: NetworkConfig, *, locked: bool) -> None:
+async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, *, locked: bool) -> None:
     """Make the namespace of a job; a left-over of the same name is removed first.
 
     With locked no packet passes before `unlock`. Raises CapsuleError.
     """
     await remove(job)
-    name = namespace_name(job)
     try:
-        await _tool(["ip", "netns", "add", name])
+        await asyncio.to_thread(namespaces.create, namespace_name(job))
         if locked:
-            await lock(job)
-        inside = [
-            "link set lo up",
-            f"addr add {address(config, node_rank)}/32 dev lo",
-        ]
-        await _tool(["ip", "-n", name, "-batch", "-"], "\n".join(inside) + "\n")
+            await _nft(_LOCK, job)
+        await asyncio.to_thread(_configure, job, node_rank, geometry, config)
         if config.nat:
-            await _add_uplink(job, node_rank, config)
-    except GpucrError as error:
+            await _nft(_NAT_INSIDE, job)
+    except (GpucrError, NetlinkError, OSError) as error:
         await remove(job)
-        raise CapsuleError(job=job, node="this node", reason=f"no network: {error}") from None
+        raise CapsuleError(job=job, node=geometry.nodes[node_rank], reason=f"no network: {error}") from None
 
 
-async def _add_uplink(job: str, node_rank: int, config: NetworkConfig) -> None:
-    outside, slot = f"gpucr{job}"[:15], int(job) % _UPLINK_SLOTS
-    node_side, job_side = _UPLINKS[slot * 4 + 1], _UPLINKS[slot * 4 + 2]
-    await _tool(
-        ["ip", "-batch", "-"],
-        f"link add {outside} type veth peer name uplink netns {namespace_name(job)}\n"
-        f"addr add {node_side}/30 dev {outside}\nlink set {outside} up\n",
+@contextmanager
+def _netlink(job: str) -> Iterator[tuple[Any, Any]]:
+    """Netlink sockets of the host and of a job's namespace."""
+    with IPRoute() as host, NetNS(namespace_name(job)) as inside:
+        yield host, inside
+
+
+def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> None:
+    network = ipaddress.ip_network(config.subnet)
+    own = address(config, node_rank)
+    with _netlink(job) as (host, inside):
+        inside.link("set", index=1, state="up")
+        if len(geometry.nodes) > 1:
+            index = _add_tunnel(job, node_rank, geometry, config, host, inside)
+            inside.addr("add", index=index, address=own, prefixlen=network.prefixlen)
+            inside.link("set", index=index, state="up")
+            for rank, node_address in enumerate(geometry.addresses):
+                if rank != node_rank:
+                    peer = address(config, rank)
+                    inside.neigh("replace", dst=peer, lladdr=_mac(rank), ifindex=index, state=_PERMANENT)
+                    inside.fdb("append", ifindex=index, lladdr=_mac(rank), dst=node_address)
+        else:
+            inside.addr("add", index=1, address=own, prefixlen=32)
+        if config.nat:
+            _add_uplink(job, own, host, inside)
+
+
+def _add_tunnel(
+    job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, host: Any, inside: Any
+) -> int:
+    """Make the VXLAN device on the host, whose socket then stays there, and move it into the namespace."""
+    name = f"gpucrx{job}"[:15]
+    local = geometry.addresses[node_rank]
+    host.link(
+        "add",
+        ifname=name,
+        kind="vxlan",
+        vxlan_id=(config.vni_base + int(job)) % (1 << 24),
+        vxlan_port=config.vxlan_port,
+        vxlan_local=local,
+        vxlan_learning=0,
     )
-    await _tool(
-        ["ip", "-n", namespace_name(job), "-batch", "-"],
-        f"addr add {job_side}/30 dev uplink\nlink set uplink up\n"
-        f"route add default via {node_side} dev uplink src {address(config, node_rank)}\n",
+    (index,) = host.link_lookup(ifname=name)
+    try:
+        mtu = config.mtu or _mtu_towards(host, local) - _TUNNEL_BYTES
+        host.link("set", index=index, address=_mac(node_rank), mtu=mtu)
+        host.link("set", index=index, net_ns_fd=namespace_name(job))
+    except BaseException:
+        host.link("del", index=index)
+        raise
+    (index,) = inside.link_lookup(ifname=name)
+    inside.link("set", index=index, ifname=INTERFACE)
+    return int(index)
+
+
+def _mtu_towards(host: Any, local: str) -> int:
+    """MTU of the node's interface that has an address."""
+    for found in host.get_addr(address=local):
+        (link,) = host.get_links(found["index"])
+        return int(link.get_attr("IFLA_MTU"))
+    return 1500
+
+
+def _add_uplink(job: str, own: str, host: Any, inside: Any) -> None:
+    slot = int(job) % _UPLINK_SLOTS
+    node_side, job_side = str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
+    name = _uplink(job)
+    host.link(
+        "add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)}
     )
-    await _in_namespace(job, ["nft", "-f", "-"], _NAT_INSIDE)
+    (outside,) = host.link_lookup(ifname=name)
+    host.addr("add", index=outside, address=node_side, prefixlen=30)
+    host.link("set", index=outside, state="up")
+    (uplink,) = inside.link_lookup(ifname="uplink")
+    inside.addr("add", index=uplink, address=job_side, prefixlen=30)
+    inside.link("set", index=uplink, state="up")
+    inside.route("add", dst="default", gateway=node_side, oif=uplink, prefsrc=own)
+
+
+def _uplink(job: str) -> str:
+    return f"gpucr{job}"[:15]
 
 
 async def lock(job: str) -> None:
     """Let no packet in or out but CRIU's own: while one side of a connection is frozen or missing, a packet
     would be answered with a reset or acknowledged by a socket whose state is already written."""
-    await _in_namespace(job, ["nft", "-f", "-"], _LOCK)
+    await _nft(_LOCK, job)
 
 
 async def unlock(job: str) -> None:
     """Open the network again; an open one stays open."""
-    await _in_namespace(
-        job, ["nft", "-f", "-"], "table inet gpucr_lock\ndelete table inet gpucr_lock\n"
-    )
+    await _nft("table inet gpucr_lock\ndelete table inet gpucr_lock\n", job)
 
 
 async def remove(job: str) -> None:
     """Remove the namespace with its devices; one that is gone is no error."""
-    if not namespace_path(job).exists():
-        return
-    try:
-        await _tool(["ip", "netns", "del", namespace_name(job)])
-    except GpucrError:
-        if namespace_path(job).exists():
-            raise
+    await asyncio.to_thread(_remove, job)
+
+
+def _remove(job: str) -> None:
+    if namespace_path(job).exists():
+        try:
+            namespaces.remove(namespace_name(job))
+        except OSError:
+            if namespace_path(job).exists():
+                raise
+    with IPRoute() as host:  # the pair goes with the namespace, but not at once
+        for index in host.link_lookup(ifname=_uplink(job)):
+            try:
+                host.link("del", index=index)
+            except NetlinkError:
+                continue
 
 
 def existing() -> list[str]:
@@ -135,3 +246,16 @@ def existing() -> list[str]:
     if not Path("/run/netns").is_dir():
         return []
     return [p.name.removeprefix("gpucr-") for p in Path("/run/netns").iterdir() if p.name.startswith("gpucr-")]
+
+
+def resolver_file(candidates: Sequence[str] = ("/etc/resolv.conf", "/run/systemd/resolve/resolv.conf")) -> str | None:
+    """A resolv.conf whose name servers a capsule can reach: not those on the node's own loopback."""
+    for path in candidates:
+        try:
+            lines = Path(path).read_text().splitlines()
+        except OSError:
+            continue
+        servers = [line.split()[1] for line in lines if line.startswith("nameserver") and len(line.split()) > 1]
+        if any(not ipaddress.ip_address(s.partition("%")[0]).is_loopback for s in servers):
+            return path
+    return None

@@ -100,6 +100,10 @@ class SigningKey(_Secret):
         """The key that others need in their directory of trusted keys."""
         return PublicKey(Ed25519PrivateKey.from_private_bytes(self._raw).public_key().public_bytes_raw())
 
+    def private_key(self) -> Ed25519PrivateKey:
+        """The key for a library that signs by itself (TLS)."""
+        return Ed25519PrivateKey.from_private_bytes(self._raw)
+
     def sign(self, data: bytes) -> bytes:
         """A signature of 64 bytes."""
         return Ed25519PrivateKey.from_private_bytes(self._raw).sign(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +96,32 @@ def _number(value: Any) -> int:
     if isinstance(value, dict):
         return int(value.get("number") or 0) if value.get("set") else 0
     return int(value or 0)
+
+
+async def hostnames(text: str) -> list[str]:
+    """The names of a host list such as "n[1-3,7]", in its order."""
+    done = await _scontrol("show", "hostnames", text)
+    if done.status != 0:
+        raise SlurmError(reason=f"cannot expand {text!r}: {done.stderr.strip()}")
+    return done.stdout.split()
+
+
+async def node_addresses(nodes: list[str]) -> list[str]:
+    """IPv4 addresses of nodes as Slurm knows them, in the order asked; raise SlurmError for one without."""
+    done = await _scontrol("show", "node", ",".join(nodes), _PARSER)
+    if done.status != 0:
+        raise SlurmError(reason=f"cannot ask for nodes {','.join(nodes)}: {done.stderr.strip()}")
+    known = {n.get("name"): n.get("address") or n.get("hostname") for n in json.loads(done.stdout)["nodes"]}
+    found = []
+    for node in nodes:
+        try:
+            resolved = await asyncio.get_running_loop().getaddrinfo(
+                known[node], None, family=socket.AF_INET, type=socket.SOCK_STREAM
+            )
+        except (KeyError, OSError) as error:
+            raise SlurmError(reason=f"node {node} has no IPv4 address: {error}") from None
+        found.append(str(resolved[0][4][0]))
+    return found
 
 
 async def config() -> dict[str, str]:

@@ -1,0 +1,192 @@
+"""Agents among themselves: requests over TLS 1.3 in which both ends prove that they hold the cluster's signing key.
+
+The certificate is made from that key and from nothing else, so every agent makes the same one, trusts only it, and
+no clock, no file and no authority is needed. One connection carries the requests of one operation, one after
+another; its end tells the other side that the operation is over, wherever it stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import ssl
+import struct
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from gpucr_hpc import errors
+from gpucr_hpc.errors import CoordinationError, GpucrError, PeerLost
+from gpucr_hpc.image.keys import SigningKey
+from gpucr_hpc.log import Log
+
+log = Log(__name__)
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_CONNECT_LIMIT_S = 10.0
+_NAME = "gpucr-agent"
+
+Request = dict[str, Any]
+
+
+def certificate(key: SigningKey) -> tuple[bytes, bytes]:
+    """The cluster's certificate and private key as PEM; equal for equal keys."""
+    private = key.private_key()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _NAME)])
+    built = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(1)
+        .not_valid_before(datetime(2020, 1, 1, tzinfo=UTC))
+        .not_valid_after(datetime(9999, 12, 31, tzinfo=UTC))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_NAME)]), critical=False)
+        .sign(private, None)
+    )
+    return built.public_bytes(Encoding.PEM), private.private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+    )
+
+
+def tls_context(key: SigningKey, *, server: bool) -> ssl.SSLContext:
+    """TLS 1.3 that accepts exactly the holders of the cluster's key, in both directions."""
+    public, private = certificate(key)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=public.decode())
+    # The ssl module reads private keys from files only: one that has no name in any directory.
+    with tempfile.TemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:  # noqa: S108
+        file.write(public + private)
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return context
+
+
+async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode()
+    writer.write(struct.pack("<I", len(data)) + data)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    try:
+        (length,) = struct.unpack("<I", await reader.readexactly(4))
+        if length > _MAX_MESSAGE_BYTES:
+            raise ConnectionError(f"message of {length} bytes")
+        message: dict[str, Any] = json.loads(await reader.readexactly(length))
+    except asyncio.IncompleteReadError:
+        return None
+    return message
+
+
+class Session:
+    """The server's side of one operation: its methods are the requests, `close` undoes what is not finished."""
+
+    async def request(self, verb: str, fields: Request) -> Any:
+        """Carry out a request and return its answer, JSON values only."""
+        method = getattr(self, f"do_{verb}", None)
+        if method is None:
+            raise CoordinationError(job=fields.get("job", "?"), reason=f"unknown request {verb!r}")
+        return await method(**fields)
+
+    async def close(self) -> None:
+        """The connection ended."""
+
+
+async def serve(address: str, port: int, key: SigningKey, session: Callable[[], Session]) -> asyncio.Server:
+    """Listen for other agents."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        current = session()
+        try:
+            while (message := await _receive(reader)) is not None:
+                await _send(writer, await _answer(current, message))
+        except (ConnectionError, ssl.SSLError, ValueError) as error:
+            log.warning("agent connection broken", error=repr(error))
+        finally:
+            writer.close()
+            await asyncio.shield(current.close())
+
+    return await asyncio.start_server(handle, address, port, ssl=tls_context(key, server=True), backlog=512)
+
+
+async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {"ok": await session.request(str(message["do"]), message["fields"])}
+    except GpucrError as error:
+        return {"error": {"id": type(error).__name__, "fields": {k: str(v) for k, v in error.fields.items()}}}
+    except Exception as error:
+        log.exception("request failed")
+        return {"error": {"id": "GpucrError", "fields": {"reason": repr(error)}}}
+
+
+class Peer:
+    """The client's side of one operation with one other agent."""
+
+    def __init__(self, job: str, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._job, self._node, self._reader, self._writer = job, node, reader, writer
+        self._turn = asyncio.Lock()
+
+    async def call(self, verb: str, **fields: Any) -> Any:
+        """Make a request; raise the other side's error, or PeerLost when it does not answer any more."""
+        try:
+            async with self._turn:
+                await _send(self._writer, {"do": verb, "fields": fields})
+                answer = await _receive(self._reader)
+        except (OSError, ssl.SSLError) as error:
+            raise PeerLost(job=self._job, node=self._node, reason=error) from None
+        if answer is None:
+            raise PeerLost(job=self._job, node=self._node, reason=f"it closed the connection during {verb!r}")
+        if "error" in answer:
+            kind = getattr(errors, answer["error"]["id"], GpucrError)
+            raise kind(**answer["error"]["fields"])
+        return answer["ok"]
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Connector:
+    """Opens connections to other agents; keeps the TLS context, which takes milliseconds to make."""
+
+    def __init__(self, key: SigningKey, port: int) -> None:
+        self._context, self._port = tls_context(key, server=False), port
+
+    async def open(self, job: str, node: str, address: str) -> Peer:
+        """Connect to the agent of a node; raise PeerLost."""
+        try:
+            reader, writer = await asyncio.wait_for(
+                asyncio.open_connection(address, self._port, ssl=self._context, server_hostname=_NAME),
+                _CONNECT_LIMIT_S,
+            )
+        except (OSError, ssl.SSLError, TimeoutError) as error:
+            raise PeerLost(job=job, node=node, reason=str(error) or type(error).__name__) from None
+        return Peer(job, node, reader, writer)
+
+    @contextlib.asynccontextmanager
+    async def to(self, job: str, node: str, address: str) -> AsyncIterator[Peer]:
+        """A connection for the length of a block."""
+        peer = await self.open(job, node, address)
+        try:
+            yield peer
+        finally:
+            peer.close()
+
+
+async def each(work: Callable[[int], Awaitable[Any]], ranks: list[int]) -> list[Any]:
+    """Do something for several node ranks at once; all are waited for, then the first error is raised."""
+    done = await asyncio.gather(*(work(rank) for rank in ranks), return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+    return done
