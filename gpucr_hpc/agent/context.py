@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpucr_hpc.agent.peers import Connector
 from gpucr_hpc.config import Config
 from gpucr_hpc.engine.criu import CriuInfo
 from gpucr_hpc.engine.worker_client import WorkerClient
@@ -24,6 +25,7 @@ class Context:
     trusted: list[PublicKey]
     criu: CriuInfo | None
     criu_problem: GpucrError | None
+    connector: Connector
 
     def store_root(self, wanted: str) -> str:
         """The store of a job: the site's, or the user's own directory below an allowed root.

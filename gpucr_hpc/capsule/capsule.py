@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import time
@@ -15,12 +16,14 @@ from pathlib import Path
 from gpucr_hpc import wire
 from gpucr_hpc.capsule import cgroup, network
 from gpucr_hpc.capsule.processes import namespace_processes, processes_with_network, read_process, start_time
+from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, RestoreFailed
 from gpucr_hpc.proc import clean_env, run_async
 
 INIT_PROGRAM = "/usr/lib/gpucr/gpucr-init"
+SRUN_PROXY = "/usr/lib/gpucr/gpucr-srun"
 PRIVATE_DIRECTORIES = ("/tmp", "/dev/shm")  # noqa: S108 - inside the capsule these are its own tmpfs
 _BUILD_LIMIT_S = 20.0
 _KILL_LIMIT_S = 30.0
@@ -76,20 +79,19 @@ class Capsule:
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose the capsule is, read from the supervisor's own process, and where it belongs."""
+    """Whose a capsule is. groups: supplementary groups that Slurm gave the job's processes."""
 
     uid: int
     gid: int
     groups: tuple[int, ...]
-    supervisor_pid: int
 
     @classmethod
     def of(cls, supervisor_pid: int, uid: int, gid: int) -> Identity:
-        """Take the supplementary groups that Slurm gave the supervisor."""
+        """Read the supplementary groups from a supervisor's own process."""
         for line in Path(f"/proc/{supervisor_pid}/status").read_text().splitlines():
             if line.startswith("Groups:"):
-                return cls(uid, gid, tuple(int(g) for g in line.split()[1:]), supervisor_pid)
-        return cls(uid, gid, (), supervisor_pid)
+                return cls(uid, gid, tuple(int(g) for g in line.split()[1:]))
+        return cls(uid, gid, ())
 
 
 class Builder:
@@ -97,6 +99,11 @@ class Builder:
 
     def __init__(self, capsule: Capsule, control: wire.Channel) -> None:
         self.capsule, self._control = capsule, control
+
+    def place(self, like: int) -> None:
+        """Put the capsule's own processes, and so all that they start or restore, where a supervisor is."""
+        for process in namespace_processes(self.capsule.init_pid):
+            cgroup.place(process.pid, like=like)
 
     async def restore(
         self, argv: Sequence[str], env: Mapping[str, str], *, old_root: int, shepherd: int, log: Path
@@ -127,12 +134,24 @@ class Builder:
         return replace(self.capsule, root=adopted.int("ROOT"))
 
 
+def _binds() -> list[tuple[str, str]]:
+    """Files that a capsule sees in place of the node's: srun is our proxy, name servers are reachable ones."""
+    binds = []
+    srun = shutil.which("srun", path=clean_env()["PATH"])
+    if srun is not None:
+        binds.append((SRUN_PROXY, os.path.realpath(srun)))
+    resolver = network.resolver_file()
+    if resolver not in (None, "/etc/resolv.conf"):
+        binds.append((str(resolver), "/etc/resolv.conf"))
+    return binds
+
+
 async def build(
     job: str,
     run_dir: RunDir,
     who: Identity,
     *,
-    hostname: str,
+    geometry: Geometry,
     node_rank: int,
     config: NetworkConfig,
     restore_above: int | None = None,
@@ -142,11 +161,10 @@ async def build(
     run_dir exists (RunDir.make). restore_above: None starts a shepherd; a number prepares a restore, with new pids
     above it. On any failure everything made is removed again and CapsuleError says which step failed.
     """
+    hostname = geometry.names[node_rank]
     restoring = restore_above is not None
-    run_dir.hosts.write_text(
-        f"127.0.0.1 localhost\n::1 localhost ip6-localhost\n{network.address(config, node_rank)} {hostname}\n"
-    )
-    await network.create(job, node_rank, config, locked=restoring)
+    run_dir.hosts.write_text(network.hosts_text(config, geometry))
+    await network.create(job, node_rank, geometry, config, locked=restoring)
     ours, theirs = socket.socketpair()
     netns = os.open(network.namespace_path(job), os.O_RDONLY | os.O_CLOEXEC)
     argv = [
@@ -159,6 +177,8 @@ async def build(
     ]
     for directory in PRIVATE_DIRECTORIES:
         argv += ["--private", directory]
+    for source, target in _binds():
+        argv += ["--bind", f"{source}:{target}"]
     capsule = None
     try:
         starter = await run_async(
@@ -175,8 +195,6 @@ async def build(
         capsule = Capsule(
             job, node_rank, who.uid, who.gid, init_pid, start_time(init_pid) or 0, ready.int("ROOT")
         )
-        for process in namespace_processes(init_pid):
-            cgroup.place(process.pid, like=who.supervisor_pid)
     except TimeoutError:
         await discard(job, run_dir, capsule)
         raise CapsuleError(job=job, node=hostname, reason=f"not ready within {_BUILD_LIMIT_S} s") from None
