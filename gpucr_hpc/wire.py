@@ -64,7 +64,7 @@ class Type(enum.IntEnum):
 class ProtocolError(HostError):
     """local protocol: {reason}"""
 
-    exit_code = 15
+    exit_code = 16
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -120,6 +121,7 @@ static void child(const struct frame *f, struct pipes *p)
 	size_t pos = 0;
 	ssize_t n;
 
+	reset_signals();
 	setsid();
 	for (const char *v; (v = frame_next(f, "ENV", &pos));)
 		if (!strncmp(v, "PMI_FD=", 7))
@@ -170,7 +172,6 @@ static void child(const struct frame *f, struct pipes *p)
 	setpriority(PRIO_PROCESS, 0, (int)frame_int(f, "NICE", 0)); /* lower than ours is refused; no matter */
 	set_affinity(frame_get(f, "AFFINITY"));
 	set_limits(f);
-	reset_signals();
 	execvpe(argv[0], argv, env);
 	fail_child(report, argv[0]);
 }
@@ -208,6 +209,7 @@ static void use(struct task *t, int c, int src, int dst)
 int spawn_task(struct task *t, const struct frame *f, int fds[4], const char **what)
 {
 	struct pipes p;
+	sigset_t all, mask;
 	int err = 0;
 
 	memset(&p, 0xff, sizeof(p));
@@ -217,11 +219,16 @@ int spawn_task(struct task *t, const struct frame *f, int fds[4], const char **w
 	if (make_pipes(&p, t, !is_char_device(fds[0]), fds[3] >= 0) < 0) {
 		err = errno;
 	} else {
+		/* The shepherd ignores most signals. Blocked ones are kept all the same, so that one that is sent to the
+		 * child right after SPAWNED meets the default action. */
+		sigfillset(&all);
+		sigprocmask(SIG_SETMASK, &all, &mask);
 		t->pid = fork();
 		if (t->pid == 0)
 			child(f, &p);
 		*what = "fork";
 		err = t->pid < 0 ? errno : 0;
+		sigprocmask(SIG_SETMASK, &mask, NULL);
 	}
 	if (!err) {
 		if (p.in[1] >= 0)

@@ -9,7 +9,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <unistd.h>
 
 #include "util.h"
@@ -31,7 +30,7 @@ static void put_le(unsigned char *p, uint32_t v, int n)
 
 static bool known_type(uint32_t t)
 {
-	return (t >= GC_HELLO && t <= GC_PRINT) || (t >= GC_SPAWN && t <= GC_DETACHED) || (t >= GC_READY && t <= GC_ADOPTED) ||
+	return (t >= GC_HELLO && t <= GC_PLACED) || (t >= GC_SPAWN && t <= GC_SRUNSIGNAL) || (t >= GC_READY && t <= GC_ADOPTED) ||
 	       t == GC_HOOK || t == GC_HOOKRESULT;
 }
 
@@ -352,6 +351,44 @@ static int send_all(int fd, const char *p, size_t len, const int *fds, int nfds)
 	return 0;
 }
 
+static void put_header(unsigned char *h, const struct msg *m)
+{
+	h[0] = 'G';
+	h[1] = 'C';
+	put_le(h + 2, WIRE_VERSION, 2);
+	put_le(h + 4, m->type, 4);
+	put_le(h + 8, (uint32_t)m->len, 4);
+}
+
+void *msg_bytes(struct msg *m, size_t *size)
+{
+	char *out = NULL;
+
+	if (!m->bad && (m->buf || (m->buf = malloc(WIRE_HEADER)))) {
+		out = m->buf;
+		put_header((unsigned char *)out, m);
+		*size = WIRE_HEADER + m->len;
+	} else {
+		free(m->buf);
+	}
+	msg_init(m, 0);
+	return out;
+}
+
+void msg_copy(struct msg *m, const struct frame *f)
+{
+	msg_init(m, f->type);
+	m->buf = malloc(WIRE_HEADER + (size_t)f->len);
+	if (!m->buf) {
+		m->bad = true;
+		return;
+	}
+	m->cap = WIRE_HEADER + (size_t)f->len;
+	m->len = f->len;
+	if (f->len)
+		memcpy(m->buf + WIRE_HEADER, f->payload, f->len);
+}
+
 int msg_send(struct msg *m, int fd, const int *fds, int nfds)
 {
 	unsigned char empty[WIRE_HEADER];
@@ -361,11 +398,7 @@ int msg_send(struct msg *m, int fd, const int *fds, int nfds)
 	if (m->bad || nfds > WIRE_MAX_FDS) {
 		errno = EMSGSIZE;
 	} else {
-		h[0] = 'G';
-		h[1] = 'C';
-		put_le(h + 2, WIRE_VERSION, 2);
-		put_le(h + 4, m->type, 4);
-		put_le(h + 8, (uint32_t)m->len, 4);
+		put_header(h, m);
 		r = send_all(fd, (char *)h, WIRE_HEADER + m->len, fds, nfds);
 	}
 	int saved = errno;
@@ -373,70 +406,4 @@ int msg_send(struct msg *m, int fd, const int *fds, int nfds)
 	msg_init(m, 0);
 	errno = saved;
 	return r;
-}
-
-static int address(struct sockaddr_un *a, const char *path)
-{
-	memset(a, 0, sizeof(*a));
-	a->sun_family = AF_UNIX;
-	if (strlen(path) >= sizeof(a->sun_path)) {
-		errno = ENAMETOOLONG;
-		return -1;
-	}
-	strcpy(a->sun_path, path);
-	return 0;
-}
-
-int wire_connect(const char *path)
-{
-	struct sockaddr_un a;
-	int fd;
-
-	if (address(&a, path) < 0)
-		return -1;
-	/* Non-blocking, so that a full backlog is EAGAIN (try again later) and never a hang. */
-	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-	if (fd >= 0 && connect(fd, (struct sockaddr *)&a, sizeof(a)) < 0) {
-		int saved = errno;
-
-		close(fd);
-		errno = saved;
-		return -1;
-	}
-	return fd;
-}
-
-int wire_listen(const char *path)
-{
-	struct sockaddr_un a;
-	int fd;
-
-	if (address(&a, path) < 0)
-		return -1;
-	fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-	if (fd < 0)
-		return -1;
-	unlink(path);
-	if (bind(fd, (struct sockaddr *)&a, sizeof(a)) < 0 || listen(fd, 64) < 0) {
-		int saved = errno;
-
-		close(fd);
-		errno = saved;
-		return -1;
-	}
-	return fd;
-}
-
-int wire_peer(int fd, int *pid, unsigned *uid)
-{
-	struct ucred c;
-	socklen_t n = sizeof(c);
-
-	if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &c, &n) < 0)
-		return -1;
-	if (pid)
-		*pid = c.pid;
-	if (uid)
-		*uid = c.uid;
-	return 0;
 }

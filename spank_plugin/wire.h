@@ -15,8 +15,9 @@
 
 enum wire_type {
 	GC_HELLO = 1, GC_RUN, GC_REFUSE, GC_START, GC_ATTACH, GC_RELEASE, GC_OK, GC_NOTICE, GC_FORWARD, GC_ABSORB, GC_ENDED,
-	GC_PRINT,
+	GC_PRINT, GC_PLACE, GC_PLACED,
 	GC_SPAWN = 20, GC_SPAWNED, GC_GO, GC_FAILED, GC_ATTACHTASK, GC_ATTACHED, GC_SIGNAL, GC_EXITED, GC_DETACH, GC_DETACHED,
+	GC_CONTROL, GC_SRUN, GC_PLAN, GC_OUTPUT, GC_SRUNEND, GC_SRUNSIGNAL,
 	GC_READY = 40, GC_RESTORE, GC_RESULT, GC_ADOPTED,
 	GC_HOOK = 50, GC_HOOKRESULT,
 };
@@ -76,6 +77,10 @@ void msg_int(struct msg *m, const char *key, long long value);
 void msg_fmt(struct msg *m, const char *key, const char *fmt, ...) __attribute__((format(printf, 3, 4)));
 /* Send and free. 0, or -1 with errno (EMSGSIZE/ENOMEM for a bad message, ETIMEDOUT for a deaf peer). */
 int msg_send(struct msg *m, int fd, const int *fds, int nfds);
+/* The finished frame as bytes of the caller's (free()), for those who may not wait; NULL for a bad message. */
+void *msg_bytes(struct msg *m, size_t *size);
+/* A message with type and payload of a received frame, to pass it on. */
+void msg_copy(struct msg *m, const struct frame *f);
 
 int wire_connect(const char *path); /* descriptor, or -1 with errno */
 int wire_listen(const char *path);  /* replaces a stale socket file */

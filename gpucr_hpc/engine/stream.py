@@ -86,6 +86,8 @@ def _receive_descriptor(sock: socket.socket) -> int:
 class _Connection(abc.ABC):
     """Accepts CRIU's one connection in a thread and pumps each of its files in another."""
 
+    peer_uid = 0  # CRIU runs with the user's real and root's effective id, which is the one that counts here
+
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
         self._socket: socket.socket | None = None
@@ -109,8 +111,8 @@ class _Connection(abc.ABC):
         try:
             self._socket, _ = self._listener.accept()
             self._listener.close()
-            if peer_of(self._socket).uid != 0:
-                raise ImageError(path="CRIU stream", reason="the peer is not root")
+            if peer_of(self._socket).uid != self.peer_uid:
+                raise ImageError(path="CRIU stream", reason=f"the peer is not uid {self.peer_uid}")
             while (name := _read_request(self._socket)) is not None:
                 self._request(self._socket, name)
         except OSError as error:

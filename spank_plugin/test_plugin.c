@@ -1,0 +1,253 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The plugin against a stub of SPANK. Each case runs in a process of its own, since the plugin keeps state like in sbatch. */
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <slurm/slurm.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "sbatch.h"
+#include "spank_stub.h"
+#include "test_check.h"
+
+int slurm_spank_init(spank_t sp, int ac, char **av);
+int slurm_spank_init_post_opt(spank_t sp, int ac, char **av);
+int slurm_spank_task_init(spank_t sp, int ac, char **av);
+
+static char cmdline_path[64], script_path[64];
+
+static int in_process(void (*test)(void))
+{
+	int status;
+	pid_t pid = fork();
+
+	if (pid == 0) {
+		test();
+		exit(0);
+	}
+	waitpid(pid, &status, 0);
+	return WIFEXITED(status) ? WEXITSTATUS(status) : 99;
+}
+
+static void put(const char *path, const char *text, size_t n)
+{
+	int fd = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0600);
+
+	CHECK(fd >= 0 && write(fd, text, n) == (ssize_t)n);
+	close(fd);
+}
+
+/* sbatch's command line (words apart by blanks, SCRIPT stands for the script's path) and a script. */
+static void submit(const char *words, const char *script, int expect)
+{
+	char line[512] = "";
+	size_t n = 0;
+	char *copy = strdup(words), *save;
+
+	for (char *w = strtok_r(copy, " ", &save); w; w = strtok_r(NULL, " ", &save)) {
+		strcpy(line + n, strcmp(w, "SCRIPT") ? w : script_path);
+		n += strlen(line + n) + 1;
+	}
+	free(copy);
+	put(cmdline_path, line, n);
+	put(script_path, script, strlen(script));
+	sbatch_cmdline = cmdline_path;
+	stub.context = S_CTX_ALLOCATOR;
+	CHECK(slurm_spank_init(NULL, 0, NULL) == expect);
+}
+
+static void flag_on_command_line(void)
+{
+	submit("sbatch -p high --checkpoint-on-preempt SCRIPT", "#!/bin/sh\n#SBATCH -n 1\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	CHECK_STR("append", getenv("SBATCH_OPEN_MODE"));
+	CHECK_STR(NULL, getenv("SBATCH_REQUEUE"));
+	CHECK(stub_option("checkpoint-on-preempt", "(null)", 0) == 0);
+	CHECK(slurm_spank_init_post_opt(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK_STR(NULL, getenv("SBATCH_OPEN_MODE"));
+	CHECK_STR("50", getenv("GPUCR_SIGNAL"));
+	CHECK_STR("GPUCR_SIGNAL=50", stub.control);
+}
+
+static void flag_in_script(void)
+{
+	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-preempt\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK(stub_option("checkpoint-on-preempt", "", 0) == 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+}
+
+static void flag_behind_script_is_its_own(void)
+{
+	submit("sbatch SCRIPT --checkpoint-on-preempt", "#!/bin/sh\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+}
+
+static void script_has_signal(void)
+{
+	submit("sbatch --checkpoint-on-preempt SCRIPT",
+	       "#!/bin/bash\n\n# words\n#SBATCH -n 1 --signal=B:USR1@30\n#SBATCH --open-mode truncate\necho x\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK_STR(NULL, getenv("SBATCH_OPEN_MODE"));
+	CHECK_STR(NULL, getenv("GPUCR_SIGNAL"));
+}
+
+static void signal_behind_first_command(void)
+{
+	submit("sbatch --checkpoint-on-preempt SCRIPT", "#!/bin/bash\necho x\n#SBATCH --signal=USR1\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	submit("sbatch --checkpoint-on-preempt SCRIPT", "#!/bin/bash\n#SBATCH -n 2 # --signal=USR1\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+}
+
+static void signal_on_command_line(void)
+{
+	submit("sbatch --sig=USR2 --checkpoint-on-preempt SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK_STR(NULL, getenv("GPUCR_SIGNAL"));
+	CHECK_STR("append", getenv("SBATCH_OPEN_MODE"));
+}
+
+static void users_variables_stay(void)
+{
+	setenv("SBATCH_SIGNAL", "USR1@9", 1);
+	setenv("SBATCH_OPEN_MODE", "truncate", 1);
+	setenv("GPUCR_SIGNAL", "50", 1); /* from an outer job */
+	submit("sbatch --checkpoint-on-preempt SCRIPT", "#!/bin/sh\n", 0);
+	slurm_spank_init_post_opt(NULL, 0, NULL);
+	CHECK_STR("USR1@9", getenv("SBATCH_SIGNAL"));
+	CHECK_STR("truncate", getenv("SBATCH_OPEN_MODE"));
+	CHECK_STR(NULL, getenv("GPUCR_SIGNAL"));
+}
+
+static void no_checkpoint_wins(void)
+{
+	submit("sbatch --checkpoint-on-preempt --no-checkpoint SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	submit("sbatch --checkpoint-on-preempt SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	stub_option("no-checkpoint", NULL, 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK_STR(NULL, getenv("SBATCH_OPEN_MODE"));
+	CHECK_STR(NULL, getenv("GPUCR_SIGNAL"));
+}
+
+static void values_are_checked(void)
+{
+	submit("sbatch SCRIPT", "#!/bin/sh\n", 0);
+	CHECK(stub_option("checkpoint-dir", "relative", 0) < 0);
+	CHECK(strstr(stub.error, "absolute"));
+	CHECK(stub_option("checkpoint-dir", "/scratch/x", 0) == 0);
+	CHECK(stub_option("checkpoint-interval", "1h30m", 0) == 0);
+	CHECK(stub_option("checkpoint-interval", "90", 0) == 0);
+	CHECK(stub_option("checkpoint-interval", "500ms", 0) == 0);
+	CHECK(stub_option("checkpoint-interval", "1w", 0) < 0);
+	CHECK(stub_option("checkpoint-interval", "m", 0) < 0);
+	CHECK(stub_option("checkpoint-interval", "", 0) < 0);
+	CHECK(stub_option("checkpoint-interval", NULL, 0) < 0);
+}
+
+static void step(const char *const *av, int ac, unsigned id)
+{
+	stub = (struct stub){ .context = S_CTX_REMOTE, .job = 184220, .step = id, .nodes = 2 };
+	CHECK(slurm_spank_init(NULL, ac, (char **)av) == 0);
+}
+
+static void batch_step(void)
+{
+	const char *av[] = { "agent_socket=/run/x.sock", "task=/opt/t", "when_unprotected=fail" };
+
+	setenv("GPUCR_SIGNAL", "50", 1);
+	step(av, 3, SLURM_BATCH_SCRIPT);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("", stub.argv);
+	stub_option("checkpoint-on-preempt", "", 1);
+	stub_option("checkpoint-dir", "/ckpt", 1);
+	stub_option("checkpoint-interval", "30m", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodes 2 --signal 50 --when-unprotected fail "
+		  "--dir /ckpt --interval 30m --",
+		  stub.argv);
+}
+
+static void signal_of_control_environment(void)
+{
+	step(NULL, 0, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
+	slurm_spank_task_init(NULL, 0, NULL);
+	CHECK(strstr(stub.argv, "--signal 0 --when-unprotected run --"));
+	setenv("SLURM_SPANK_GPUCR_SIGNAL", "51", 1); /* after --export=NONE */
+	slurm_spank_task_init(NULL, 0, NULL);
+	CHECK(strstr(stub.argv, "--signal 51 "));
+}
+
+static void other_steps(void)
+{
+	step(NULL, 0, 0);
+	stub_option("checkpoint-on-preempt", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("", stub.argv);
+	step(NULL, 0, SLURM_EXTERN_CONT);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("", stub.argv);
+	step(NULL, 0, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
+	stub_option("no-checkpoint", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("", stub.argv);
+}
+
+static void wrong_plugstack(void)
+{
+	const char *bad[] = { "agent_soket=/x" }, *fail[] = { "x=1", "when_unprotected=fail" };
+	static const char *const others[] = { "task=rel", "signal=10", "signal=", "signal_time=x", "when_unprotected=maybe", "plain" };
+
+	/* Never an error in slurmd and slurmstepd: it could drain the node. The job may fail, when the site wants that. */
+	step(bad, 1, SLURM_BATCH_SCRIPT);
+	CHECK(strstr(stub.error, "agent_soket=/x: unknown key"));
+	stub_option("checkpoint-on-preempt", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("", stub.argv);
+	step(fail, 2, SLURM_BATCH_SCRIPT);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == -1);
+	stub.context = S_CTX_SLURMD;
+	CHECK(slurm_spank_init(NULL, 1, (char **)bad) == 0);
+	stub.context = S_CTX_LOCAL;
+	CHECK(slurm_spank_init(NULL, 1, (char **)bad) != 0);
+	for (size_t i = 0; i < sizeof(others) / sizeof(*others); i++)
+		CHECK(slurm_spank_init(NULL, 1, (char **)&others[i]) != 0);
+}
+
+static void srun_in_capsule(void)
+{
+	stub.context = S_CTX_LOCAL;
+	setenv("GPUCR_CAPSULE", "1", 1);
+	freopen("/dev/null", "w", stderr) ?: (exit(5), NULL);
+	slurm_spank_init(NULL, 0, NULL);
+	exit(6);
+}
+
+int main(void)
+{
+	static void (*const tests[])(void) = {
+		flag_on_command_line, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
+		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
+		values_are_checked, batch_step, signal_of_control_environment, other_steps, wrong_plugstack,
+	};
+	const char *tmp = getenv("TMPDIR");
+	int bad = 0;
+
+	snprintf(cmdline_path, sizeof(cmdline_path), "%.30s/gpucr-cmd.%d", tmp ? tmp : "/tmp", getpid());
+	snprintf(script_path, sizeof(script_path), "%.30s/gpucr-job.%d", tmp ? tmp : "/tmp", getpid());
+	unsetenv("SBATCH_SIGNAL");
+	unsetenv("SBATCH_OPEN_MODE");
+	unsetenv("GPUCR_CAPSULE");
+	for (size_t i = 0; i < sizeof(tests) / sizeof(*tests); i++)
+		bad += in_process(tests[i]) != 0;
+	bad += in_process(srun_in_capsule) != 1;
+	unlink(cmdline_path);
+	unlink(script_path);
+	printf("plugin: %s\n", bad ? "FAILED" : "ok");
+	return bad != 0;
+}
