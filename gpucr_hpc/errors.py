@@ -258,6 +258,13 @@ class Busy(CoordinationError):
     exit_code = 72
 
 
+class CutNotPossible(CoordinationError):
+    """job {job}: cannot be checkpointed at this moment: {reason}"""
+
+    exit_code = 74
+    retryable = True
+
+
 class PeerLost(CoordinationError):
     """job {job}: the agent on {node} is lost: {reason}"""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -114,3 +115,11 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         if name in os.environ:
             env[name] = os.environ[name]
     return env | dict(extra or {})
+
+
+def find_program(name: str) -> str:
+    """Path of a program on root's own PATH, whatever the caller's is; raise ToolMissing."""
+    found = shutil.which(name, path=clean_env()["PATH"])
+    if found is None:
+        raise ToolMissing(tool=name)
+    return found

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
+import json
+import random
 import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent.noderestore import STEPS_STREAM
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.remote import RemoteParticipant
 from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.dump import remove_link_remaps
-from gpucr_hpc.errors import CapsuleError, GpucrError
+from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -29,6 +34,8 @@ log = Log(__name__)
 
 _REQUEUED_BUDGET_S = 20.0  # Slurm's KillWait is 30 s by default; some of it is gone when we learn of it
 _SETTLE_LIMIT_S = 60.0
+_CUT_ATTEMPTS = 20
+_CUT_RESERVE_S = 2.0
 
 
 def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float:
@@ -47,125 +54,183 @@ async def checkpoint(
 ) -> dict[str, Any]:
     """Take the checkpoint and, with leave, move the job away. Raises after everything is undone.
 
-    since: monotonic clock when the signal came that asked for it, for the report; None means now.
+    since: monotonic clock when the signal came that asked for it, for the report; None means now. A cut that
+    cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times.
     """
-    assert job.capsule is not None
-    began, capsule, context = time.time(), job.capsule, job.context
     ordered = time.monotonic() if since is None else since
-    timings = Timings()
-    checkpoint_id, key = new_checkpoint_id(), DataKey.generate()
-    budget = Budget(job.job, budget_s(info, leave, context.config.engine.dump_timeout_s))
-    worker = job.worker()
-    participant = LocalParticipant(
-        context,
-        capsule,
-        job.run_dir,
-        worker,
-        checkpoint=checkpoint_id,
-        data_key=key.reveal_hex(),
-        leave_running=not leave,
-    )
-    catalog = Catalog(context, worker, job.store_root)
+    limit_s = budget_s(info, leave, job.context.config.engine.dump_timeout_s)
+    budget = Budget(job.job, limit_s, started=ordered)
+    for attempt in itertools.count(1):
+        try:
+            return await _Checkpoint(job, reason, leave, info, budget).take()
+        except CutNotPossible as error:
+            if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
+                raise
+            log.info("cut not possible now", job=job.job, attempt=attempt, reason=str(error))
+            await asyncio.sleep(random.uniform(0.05, 0.3))  # noqa: S311 - spreads tries, hides nothing
+    raise AssertionError("unreachable")
 
-    async def publish() -> None:
+
+class _Checkpoint:
+    """One attempt."""
+
+    def __init__(
+        self, job: ProtectedJob, reason: str, leave: bool, info: slurm.JobInfo | None, budget: Budget
+    ) -> None:
+        self._job, self._reason, self._leave, self._info, self._budget = job, reason, leave, info, budget
+        self._id, self._key = new_checkpoint_id(), DataKey.generate()
+        self._began = time.time()
+        self._timings = Timings()
+        self._worker = job.worker()
+        self._catalog = Catalog(job.context, self._worker, job.store_root)
+        self._local = LocalParticipant(
+            job,
+            self._worker,
+            checkpoint=self._id,
+            data_key=self._key.reveal_hex(),
+            leave_running=not leave,
+            extra=self._extra,
+        )
+        self._remote: list[RemoteParticipant] = []
+
+    @property
+    def _parts(self) -> list[LocalParticipant | RemoteParticipant]:
+        return [self._local, *self._remote]
+
+    def _extra(self) -> dict[str, bytes]:
+        steps = self._job.steps.state()["steps"]
+        return {STEPS_STREAM: json.dumps(steps).encode()}
+
+    def _agree(self) -> None:
+        """Whether every task of every step is where it can be saved: started, and with no PMI request open."""
+        busy = [t.key for part in self._parts for t in part.tasks if t.pmi == "busy"]
+        if busy:
+            raise CutNotPossible(job=self._job.job, reason=f"task {busy[0]} waits for an answer of PMI")
+        for key in self._job.steps.steps:
+            there = {t.key for part in self._parts for t in part.tasks if t.key.startswith(f"{key}.")}
+            tasks = max((s["tasks"] for part in self._parts for s in part.steps if s["key"] == key), default=0)
+            ended = sum(len(s["ended"]) for part in self._parts for s in part.steps if s["key"] == key)
+            if there and len(there) + ended < tasks:
+                raise CutNotPossible(job=self._job.job, reason=f"step {key} is just starting")
+
+    async def _publish(self) -> None:
+        job, context = self._job, self._job.context
+        assert job.geometry is not None
         spans = {
-            "signal_to_frozen_s": round(participant.frozen_at - ordered, 4),
-            "dump_s": round(participant.dump_s, 4),
+            "signal_to_frozen_s": round(max(p.frozen_at for p in self._parts) - self._budget.started, 4),
+            "dump_s": round(max(p.dump_s for p in self._parts), 4),
         }
         manifest = Manifest(
-            checkpoint=checkpoint_id,
+            checkpoint=self._id,
             job=job.job,
             uid=job.uid,
             gid=job.gid,
-            reason=reason,
+            reason=self._reason,
             run=job.run,
-            images=[ImageEntry.from_dict(participant.entry)],
-            slots=[key.wrap(context.site_key, checkpoint_id)],
-            meta=participant.meta | {"phases_s": timings.phases, "began": began, **spans},
+            images=[ImageEntry.from_dict(part.entry) for part in self._parts],
+            slots=[self._key.wrap(context.site_key, self._id)],
+            meta={
+                "names": list(job.geometry.names),
+                "ranks": [part.meta for part in self._parts],
+                "phases_s": self._timings.phases,
+                "began": self._began,
+                **spans,
+            },
         )
         data = manifest_file.encode(manifest, context.signing_key)
-        await worker.call("publish", manifest=base64.b64encode(data).decode())
-        await catalog.note_latest(job.job, checkpoint_id)
+        await self._worker.call("publish", manifest=base64.b64encode(data).decode())
+        await self._catalog.note_latest(job.job, self._id)
         job.last = {
-            "checkpoint": checkpoint_id,
+            "checkpoint": self._id,
             "job": job.job,
             "node": context.node,
-            "reason": reason,
-            "began": began,
+            "nodes": list(job.geometry.nodes),
+            "reason": self._reason,
+            "began": self._began,
             "bytes_plain": manifest.bytes_plain,
             "bytes_stored": manifest.bytes_stored,
             **spans,
         }
 
-    async def requeue() -> None:
-        job.run_dir.leaving.touch()
-        job.set_phase(Phase.REQUEUEING)
-        if info is None or not info.requeued:
-            await slurm.requeue(job.job)
+    async def _requeue(self) -> None:
+        if self._info is None or not self._info.requeued:
+            await slurm.requeue(self._job.job)
 
-    job.set_phase(Phase.CHECKPOINTING)
-    log.info("checkpoint begins", job=job.job, checkpoint=checkpoint_id, reason=reason, budget_s=budget.limit_s)
-    try:
-        await coordinate(
-            [participant], budget, publish=publish, leave=requeue if leave else None, timings=timings
+    async def take(self) -> dict[str, Any]:
+        job = self._job
+        job.set_phase(Phase.CHECKPOINTING)
+        log.info("checkpoint begins", job=job.job, checkpoint=self._id, reason=self._reason, left_s=self._budget.left())
+        try:
+            await self._connect()
+            await coordinate(
+                self._parts,
+                self._budget,
+                agree=self._agree,
+                publish=self._publish,
+                leave=self._requeue if self._leave else None,
+                timings=self._timings,
+            )
+        except BaseException as error:
+            message = "" if isinstance(error, CutNotPossible) else f"checkpoint not possible, the job runs on: {error}"
+            await job.go_on(detached=self._local.detached, message=message)
+            raise
+        finally:
+            for part in self._remote:
+                part.close()
+            job.last |= {"phases_s": self._timings.phases}
+            await self._close()
+        report = dict(job.last) | {"total_s": round(time.time() - self._began, 4)}
+        log.info(
+            "checkpoint committed",
+            **{k: v for k, v in report.items() if k != "phases_s"},
+            **self._timings.phases,
         )
-    except BaseException as error:
-        await _go_on(job, participant, f"checkpoint not possible, the job runs on: {error}")
-        raise
-    finally:
-        job.last |= {"phases_s": timings.phases}
-        await _close(job, worker, catalog, checkpoint_id)
-    report = dict(job.last) | {"total_s": round(time.time() - began, 4)}
-    log.info("checkpoint committed", **{k: v for k, v in report.items() if k != "phases_s"}, **timings.phases)
-    text = (
-        f"checkpoint {checkpoint_id} written in {format_duration(report['total_s'])}: "
-        f"{format_bytes(report['bytes_plain'])}, {format_bytes(report['bytes_stored'])} stored"
-    )
-    if leave:
-        await _leave(job, f"{text}; the job leaves {context.node}", info)
-    else:
-        await _go_on(job, participant, text)
-    return report
-
-
-async def _close(job: ProtectedJob, worker: Any, catalog: Catalog, checkpoint_id: str) -> None:
-    """End the worker; sets beyond the number to keep are removed first when a new one was committed."""
-    try:
-        if job.last.get("checkpoint") == checkpoint_id:
-            await catalog.prune(job.job, job.context.config.store.keep_last)
-    except GpucrError as error:
-        log.warning("old checkpoints not removed", job=job.job, error=str(error))
-    finally:
-        await worker.close()
-
-
-async def _go_on(job: ProtectedJob, participant: LocalParticipant, message: str) -> None:
-    """The job stays: its supervisors take its output again."""
-    if job.capsule is None or not job.capsule.alive():
-        if not job.supervisors:
-            await job.discard()
-        return
-    job.run_dir.leaving.unlink(missing_ok=True)
-    job.set_phase(Phase.RUNNING)
-    for supervisor in list(job.supervisors.values()):
-        if participant.detached:
-            await supervisor.attach(job.run_dir.shepherd_socket, message)
+        text = (
+            f"checkpoint {self._id} written in {format_duration(report['total_s'])}: "
+            f"{format_bytes(report['bytes_plain'])}, {format_bytes(report['bytes_stored'])} stored"
+        )
+        if self._leave:
+            await _leave(job, f"{text}; the job leaves {','.join(report['nodes'])}", self._info)
         else:
-            await supervisor.print(message)
-    if not job.supervisors:
-        job.spawn(job.check_supervisor())
+            await job.go_on(detached=True, message=text)
+        return report
+
+    async def _connect(self) -> None:
+        job, geometry = self._job, self._job.geometry
+        assert geometry is not None
+        for rank in range(1, len(geometry.nodes)):
+            peer = await job.context.connector.open(job.job, geometry.nodes[rank], geometry.addresses[rank])
+            self._remote.append(
+                RemoteParticipant(
+                    job.job,
+                    peer,
+                    self._local.staged,
+                    checkpoint=self._id,
+                    data_key=self._key.reveal_hex(),
+                    leave_running=not self._leave,
+                )
+            )
+
+    async def _close(self) -> None:
+        """End the worker; sets beyond the number to keep are removed first when a new one was committed."""
+        try:
+            if self._job.last.get("checkpoint") == self._id:
+                await self._catalog.prune(self._job.job, self._job.context.config.store.keep_last)
+        except GpucrError as error:
+            log.warning("old checkpoints not removed", job=self._job.job, error=str(error))
+        finally:
+            await self._worker.close()
 
 
 async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) -> None:
     """After commit and requeue: nothing of the job stays here, and Slurm gets the node back early."""
     job.set_phase(Phase.LEAVING)
+    assert job.geometry is not None
     try:
-        await slurm.keep_away(info or await slurm.job(job.job), job.context.node)
+        await slurm.keep_away(info or await slurm.job(job.job), list(job.geometry.nodes))
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
-    for supervisor in list(job.supervisors.values()):
-        await supervisor.release(message)
-    await job.discard()
+    await job.leave(message)
 
 
 async def settle(capsule: Capsule, run_dir: RunDir) -> None:

@@ -1,35 +1,35 @@
-"""One protected job on this node: its life from the first HELLO to the end of its capsule."""
+"""One protected job on this node: its capsule, its supervisors, its journal.
+
+The agent of the batch host (node rank 0) leads: it starts the job's capsules, checkpoints and restores on all nodes
+(lead.py, checkpointing.py, restarting.py). The others obey it (member.py).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import os
-import time
 from collections.abc import Coroutine
 from typing import Any
 
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import checkpointing, restarting
-from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent import checkpointing, lead
 from gpucr_hpc.agent.context import Context
-from gpucr_hpc.agent.phase import Decision, Phase, decide
+from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.steps import StepOnNode, Steps, environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Capsule, RunDir, build, namespace_processes, network
-from gpucr_hpc.capsule.capsule import Identity, discard
-from gpucr_hpc.capsule.processes import read_process, start_time
+from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
+from gpucr_hpc.capsule.capsule import discard
+from gpucr_hpc.capsule.processes import descendants, read_process, start_time
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, SlurmError
+from gpucr_hpc.errors import GpucrError, SlurmError
 from gpucr_hpc.log import Log
-from gpucr_hpc.model import new_checkpoint_id
 
 log = Log(__name__)
 
-_CAPSULE_DIED = 137  # as gpucr-task says it
-
 
 class ProtectedJob:
-    """State and operations of a job. Only the agent's event loop touches it."""
+    """State and operations of a job on this node. Only the agent's event loop touches it."""
 
     def __init__(self, context: Context, job: str) -> None:
         self.context, self.job = context, job
@@ -38,17 +38,23 @@ class ProtectedJob:
         self.capsule: Capsule | None = None
         self.supervisors: dict[str, Supervisor] = {}
         self.uid = self.gid = -1
-        self.run = 0
+        self.groups: tuple[int, ...] = ()
+        self.run = self.node_rank = 0
+        self.geometry: Geometry | None = None
+        self.steps = Steps(self)
+        self.expected: set[str] = set()
         self.store_root = context.config.store.root
         self.last: dict[str, Any] = {}
-        self.progress: dict[str, Any] = {}
-        self._turn = asyncio.Lock()
+        self._arrived = asyncio.Condition()
+        self.turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- state that outlives the agent ------------------------------------------------------------------
 
     def save(self) -> None:
         """Write the journal from which a restarted agent goes on."""
+        if not self.run_dir.path.exists():
+            return
         supervisor = self.supervisors.get("batch")
         self.run_dir.save(
             {
@@ -56,17 +62,26 @@ class ProtectedJob:
                 "phase": self.phase,
                 "uid": self.uid,
                 "gid": self.gid,
+                "groups": self.groups,
                 "run": self.run,
+                "node_rank": self.node_rank,
+                "geometry": None if self.geometry is None else dataclasses.asdict(self.geometry),
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
-                "supervisor": [supervisor.pid, start_time(supervisor.pid)] if supervisor else [0, 0],
+                "supervisor": [supervisor.pid, start_time(supervisor.pid)] if supervisor else [0, None],
                 "last": self.last,
+                **self.steps.state(),
             }
         )
 
     def set_phase(self, phase: Phase) -> None:
         self.phase = phase
         self.save()
+
+    @property
+    def leaving(self) -> bool:
+        """The job goes from this node, or has gone: what ends now ends because of that."""
+        return self.phase in (Phase.REQUEUEING, Phase.LEAVING) or self.capsule is None
 
     async def adopt(self, state: dict[str, Any]) -> bool:
         """Take over a capsule that an earlier agent made; False when nothing of it is left to keep.
@@ -75,22 +90,21 @@ class ProtectedJob:
         we wait for its end and open the network again. A restore that was under way has ended one way or the other.
         """
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
+        self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
+        if state["geometry"]:
+            self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
+        self.steps.adopt(state)
         phase = Phase(state["phase"])
         pid, start = state["supervisor"]
         if self.capsule is not None and not self.capsule.alive():
             self.capsule = None
-        if self.capsule and phase is Phase.REQUEUEING:
-            try:
-                info = await slurm.job(self.job)
-                phase = Phase.LEAVING if not info.running or info.restarts > self.run else Phase.RUNNING
-            except SlurmError as error:
-                log.warning("slurmctld does not answer, job kept", job=self.job, error=str(error))
-                phase = Phase.RUNNING
+        if self.capsule and (phase is Phase.REQUEUEING or self.node_rank != 0):
+            phase = await self._phase_by_slurm(phase)
         if self.capsule and phase is Phase.RESTORING and await checkpointing.restored(self.capsule):
             phase = Phase.RUNNING
-        gone = self.capsule is None or not self.capsule.alive() or start_time(pid) != start
+        gone = self.capsule is None or not self.capsule.alive() or (self.node_rank == 0 and start_time(pid) != start)
         if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
             log.info("remains of a job removed", job=self.job, phase=phase)
             await discard(self.job, self.run_dir, self.capsule)
@@ -100,235 +114,238 @@ class ProtectedJob:
         await checkpointing.settle(self.capsule, self.run_dir)
         await network.unlock(self.job)
         self.set_phase(Phase.RUNNING)
+        await self.steps.connect()
+        for step in self.steps.steps.values():
+            self.spawn(self.steps.watch(step))
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
         return True
 
-    # --- workers ----------------------------------------------------------------------------------------
+    async def _phase_by_slurm(self, phase: Phase) -> Phase:
+        try:
+            info = await slurm.job(self.job)
+        except SlurmError as error:
+            log.warning("slurmctld does not answer, job kept", job=self.job, error=str(error))
+            return Phase.RUNNING
+        if not info.running or info.restarts > self.run:
+            return Phase.LEAVING
+        return Phase.RUNNING if phase is Phase.REQUEUEING else phase
+
+    # --- workers and other nodes ------------------------------------------------------------------------
 
     def worker(self) -> WorkerClient:
         """A worker, not yet started, for this job's store."""
         return self.context.worker(self.store_root, self.uid, self.gid)
 
+    async def on_all(self, verb: str, **fields: Any) -> None:
+        """Tell every node of the job, this one first; raise the first error after all have answered."""
+        await getattr(self, f"on_{verb}")(**fields)
+        await lead.on_members(self, verb, **fields)
+
+    async def on_step(self, key: str, stdio: str, token: str) -> None:
+        """A step is about to start: its supervisors may come."""
+        known = self.steps.on_node.get(key)
+        if known is None:
+            self.steps.on_node[key] = StepOnNode(key, stdio, token)
+        self.save()
+
+    async def on_step_end(self, key: str) -> None:
+        """A step is over."""
+        self.steps.on_node.pop(key, None)
+        self.save()
+
     # --- HELLO ------------------------------------------------------------------------------------------
 
     async def hello(self, supervisor: Supervisor) -> None:
         """A supervisor is there: start its task, attach it, or tell it to go."""
-        async with self._turn:
-            self.supervisors[supervisor.key] = supervisor
-            if self.phase is Phase.LEAVING:
-                await supervisor.release("")
-            elif self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
-                pass  # the end of the checkpoint tells it what to do
-            elif self.capsule is not None and self.capsule.alive():
-                self.save()
-                if supervisor.hello.int("ATTACHED"):
-                    await supervisor.ok()
-                else:
-                    await self._admit(supervisor)
-                if supervisor.hello.int("NOTICE"):
-                    self.spawn(self.notice(supervisor, supervisor.hello.int("NOTICE")))
-                elif supervisor.hello.get("MODE") == "again":
-                    self.spawn(self._missed())
-            elif supervisor.hello.get("MODE") == "again":
-                await self._without_capsule(supervisor)
+        async with self.turn:
+            if supervisor.key == "batch":
+                self.supervisors["batch"] = supervisor
+                await self._hello_batch(supervisor)
             else:
-                await self._begin(supervisor)
+                await self._hello_step(supervisor)
+        async with self._arrived:
+            self._arrived.notify_all()
+
+    async def _hello_batch(self, supervisor: Supervisor) -> None:
+        again = supervisor.hello.get("MODE") == "again"
+        if self.phase is Phase.LEAVING:
+            await supervisor.release("")
+        elif self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
+            pass  # the end of the checkpoint tells it what to do
+        elif self.capsule is not None and self.capsule.alive():
+            self.save()
+            await self._admit(supervisor)
+            if supervisor.hello.int("NOTICE"):
+                self.spawn(lead.notice(self, supervisor, supervisor.hello.int("NOTICE")))
+            elif again:
+                self.spawn(lead.missed(self))
+        elif again:
+            await lead.without_capsule(self, supervisor)
+        else:
+            await lead.begin(self, supervisor)
+
+    async def _hello_step(self, supervisor: Supervisor) -> None:
+        """The supervisor of a step's task. Its key must be one that was announced to this node."""
+        key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
+        step = self.steps.on_node.get(key)
+        if self.phase is Phase.LEAVING:
+            await supervisor.release("")
+            return
+        if step is None or self.capsule is None:
+            await supervisor.refuse("this step does not belong to a protected job on this node", 1)
+            return
+        if rank in step.ended:
+            await supervisor.refuse("", lead.exit_code(step.ended[rank]))
+            return
+        with_tasks = environment_of(supervisor.pid).get("SLURM_STEP_NUM_TASKS", "")
+        step.tasks = int(with_tasks) if with_tasks.isdigit() else step.tasks
+        self.supervisors[supervisor.key] = supervisor
+        if self.phase is Phase.RUNNING:
+            await self._admit(supervisor)
 
     async def _admit(self, supervisor: Supervisor) -> None:
-        """The capsule is there and this supervisor is not attached: its task runs already, or not yet."""
+        """The capsule runs: the supervisor is attached already, its task waits for it, or is to be started."""
+        if supervisor.hello.int("ATTACHED"):
+            await supervisor.ok()
+        elif await self._has_task(supervisor.key):
+            await self.attach(supervisor, "", restored=False)
+        else:
+            await self.start_task(supervisor, "")
+
+    async def _has_task(self, key: str) -> bool:
+        """Whether the shepherd has a task already. For the batch script its child tells, without a question."""
         assert self.capsule is not None
+        if key != "batch":
+            return key in self.expected
         processes = namespace_processes(self.capsule.init_pid)
         shepherd = next((p for p in processes if p.name == "gpucr-shepherd"), None)
-        if shepherd is not None and any(p.ppid == shepherd.pid for p in processes):
-            await supervisor.attach(self.run_dir.shepherd_socket, "")
-        else:
-            await supervisor.start(self.run_dir.shepherd_socket, self._env(), "")
+        return shepherd is not None and any(p.ppid == shepherd.pid for p in processes)
 
-    async def _without_capsule(self, supervisor: Supervisor) -> None:
-        """A supervisor of an earlier agent, whose capsule is gone: its run must not begin again here."""
-        self.uid, self.gid, self.run = supervisor.uid, supervisor.gid, supervisor.hello.int("RESTART")
-        try:
-            info = await slurm.job(self.job)
-            self._check(info, supervisor)
-            self.store_root = self.context.store_root(supervisor.hello.get("DIR"))
-            left = info.requeued or info.restarts > self.run
-        except GpucrError as error:
-            log.warning("whether the job has left is not known", job=self.job, error=str(error))
-            left = False
-        if left:
-            await supervisor.release("")
-        elif supervisor.hello.int("ATTACHED"):
-            await supervisor.ok()  # it says ENDED, or learns from its shepherd that nothing is left
-        else:
-            await supervisor.refuse("the capsule of this job died", _CAPSULE_DIED)
-
-    def _env(self) -> dict[str, str]:
-        """Variables that every task of the capsule gets."""
-        return {"GPUCR_CAPSULE": self.job}
-
-    async def _begin(self, supervisor: Supervisor) -> None:
-        """First supervisor of this run on this node."""
-        self.uid, self.gid = supervisor.uid, supervisor.gid
-        restarted = supervisor.hello.int("RESTART") > 0
-        try:
-            info = await slurm.job(self.job)
-            self._check(info, supervisor)
-            self.run = max(info.restarts, supervisor.hello.int("RESTART"))
-            restarted = restarted or self.run > 0
-            self.store_root = self.context.store_root(supervisor.hello.get("DIR"))
-            await self._take(supervisor)
-        except (GpucrError, OSError) as error:
-            log.error("job not taken", job=self.job, error=str(error))
-            if restarted and not isinstance(error, PermissionRefused | Refused):
-                await restarting.give_up(self, supervisor, str(error))
-            elif self.context.config.agent.when_unprotected == "fail":
-                await supervisor.refuse(f"this job cannot be protected: {error}", 1)
-            else:
-                await supervisor.run_unprotected(f"this job runs without protection: {error}")
-
-    async def _take(self, supervisor: Supervisor) -> None:
-        try:
-            if self.run == 0:
-                await self._start(supervisor, "")
-            else:
-                await restarting.restart(self, supervisor)
-        except (GpucrError, OSError):
-            await discard(self.job, self.run_dir, self.capsule)
-            self.capsule, self.phase = None, Phase.NEW
-            raise
-
-    def _check(self, info: slurm.JobInfo, supervisor: Supervisor) -> None:
-        if info.uid != supervisor.uid:
-            raise PermissionRefused(who=f"uid {supervisor.uid}", action=f"speak for job {self.job}")
-        if info.node_count > 1:
-            raise Refused(reason=f"it runs on {info.node_count} nodes; this release protects jobs of one node")
-        if info.is_het:
-            raise Refused(reason="it is part of a heterogeneous job")
-        if self.context.criu is None:
-            raise self.context.criu_problem or Refused(reason="CRIU is not usable on this node")
-
-    async def start_fresh(self, supervisor: Supervisor, message: str) -> None:
-        """Start the job from its beginning although an earlier run of it is known."""
-        await self._start(supervisor, message)
-
-    async def _start(self, supervisor: Supervisor, message: str) -> None:
-        self.run_dir.make(self.uid, self.gid)
-        builder, _ = await asyncio.gather(
-            build(
-                self.job,
-                self.run_dir,
-                Identity.of(supervisor.pid, self.uid, self.gid),
-                hostname=self.context.node,
-                node_rank=0,
-                config=self.context.config.network,
-            ),
-            self._note_first_run(),
+    async def start_task(self, supervisor: Supervisor, message: str) -> None:
+        """Let a supervisor start its task in the capsule."""
+        step = self.steps.on_node.get(supervisor.hello.get("STEP"))
+        await supervisor.start(
+            self.run_dir.shepherd_socket,
+            self._env(supervisor.pid),
+            message,
+            stdio=step.stdio if step else "",
+            token=step.token if step else "",
         )
-        self.capsule = builder.capsule
-        self.set_phase(Phase.RUNNING)
-        log.info("capsule built", job=self.job, init_pid=self.capsule.init_pid)
-        await supervisor.start(self.run_dir.shepherd_socket, self._env(), message)
 
-    async def _note_first_run(self) -> None:
-        """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
-        async with self.worker() as worker:
-            await Catalog(self.context, worker, self.store_root).first_run(self.job, new_checkpoint_id())
+    async def attach(self, supervisor: Supervisor, message: str, *, restored: bool) -> None:
+        """Let a supervisor take over the stdio of its running task."""
+        await supervisor.attach(self.run_dir.shepherd_socket, message, restored=restored)
+
+    def _env(self, pid: int) -> dict[str, str]:
+        """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
+        env = {"GPUCR_CAPSULE": self.job, "GPUCR_SHEPHERD": self.run_dir.shepherd_socket}
+        if self.geometry is not None and self.geometry.names != self.geometry.nodes:
+            own = environment_of(pid)
+            env |= {k: v for k, v in lead.virtual_names(self.geometry, self.node_rank).items() if k in own}
+        return env
+
+    async def all_expected(self) -> None:
+        """Wait until the supervisors of every task that comes back are here."""
+        async with self._arrived:
+            await self._arrived.wait_for(lambda: self.expected <= set(self.supervisors))
 
     # --- frames of a running supervisor -----------------------------------------------------------------
 
     async def frame(self, supervisor: Supervisor, frame: wire.Frame) -> None:
         """Anything a supervisor says after HELLO."""
-        if frame.type is wire.Type.NOTICE:
-            self.spawn(self.notice(supervisor, frame.int("SIGNAL")))
+        if frame.type is wire.Type.PLACE:
+            await self.place(supervisor, frame.int("PID"), whole_tree=False)
+            await supervisor.placed(frame.get("TASK"))
+        elif frame.type is wire.Type.NOTICE:
+            if supervisor.key == "batch":
+                self.spawn(lead.notice(self, supervisor, frame.int("SIGNAL")))
+            elif self.leaving:
+                await supervisor.absorb(frame.int("SIGNAL"))
+            else:
+                self.spawn(lead.step_notice(self, supervisor, frame.int("SIGNAL")))
         elif frame.type is wire.Type.ENDED:
-            self.spawn(self._ended(supervisor, frame.int("STATUS"), bool(frame.int("NOTICE"))))
-
-    async def notice(self, supervisor: Supervisor, signal: int) -> None:
-        """Slurm sent a signal to the supervisor; find out what it means and act."""
-        arrived, notice_signal = time.monotonic(), supervisor.hello.int("SIGNAL")
-        if self.phase in (Phase.LEAVING, Phase.REQUEUEING):
-            await supervisor.absorb(signal)
-            return
-        try:
-            info = await slurm.job(self.job)
-            decision = decide(info, signal, notice_signal)
-        except SlurmError as error:
-            # Without an answer our own signal is taken for what it mostly is; others are the user's.
-            log.warning("slurmctld does not answer", job=self.job, error=str(error))
-            info, decision = None, Decision.REQUEUE if signal == notice_signal else Decision.FORWARD
-        log.info("signal", job=self.job, signal=signal, decision=decision)
-        if decision is Decision.FORWARD:
-            await supervisor.forward(signal)
-            return
-        await supervisor.absorb(signal)
-        if decision is not Decision.IGNORE:
-            await self._leave(info, arrived)
-
-    async def _missed(self) -> None:
-        """Take up again what an earlier agent had been told to do: Slurm tells it only once."""
-        arrived, info = time.monotonic(), await slurm.job(self.job)
-        if info.being_preempted or info.requeued:
-            await self._leave(info, arrived)
-
-    async def _leave(self, info: slurm.JobInfo | None, since: float) -> None:
-        try:
-            await self.checkpoint("preempt", leave=True, info=info, since=since)
-        except Busy:
-            pass
-        except GpucrError as error:
-            log.error("checkpoint failed", job=self.job, error=str(error))
-
-    async def checkpoint(
-        self, reason: str, *, leave: bool, info: slurm.JobInfo | None = None, since: float | None = None
-    ) -> dict[str, Any]:
-        """Take a checkpoint; with leave the job is requeued after it. Returns the report of it.
-
-        Raises Busy when one is under way, otherwise what went wrong, the job running on.
-        """
-        if self.phase is not Phase.RUNNING or self.capsule is None:
-            raise Busy(job=self.job, operation=f"{self.phase}")
-        return await checkpointing.checkpoint(self, reason, leave=leave, info=info, since=since)
-
-    async def _ended(self, supervisor: Supervisor, status: int, notice: bool) -> None:
-        """The batch task ended by itself. A record keeps Slurm's requeue at a grace time's end from running it
-        again; a job that ended well needs its checkpoints no more."""
-        try:
-            if not notice:
-                notice = (await slurm.job(self.job)).being_preempted
-            async with self.worker() as worker:
-                catalog = Catalog(self.context, worker, self.store_root)
-                if notice:
-                    await catalog.ended(self.job, self.run, status)
+            if supervisor.key == "batch":
+                self.spawn(lead.ended(self, supervisor, frame.int("STATUS"), bool(frame.int("NOTICE"))))
+            else:
+                step = self.steps.on_node.get(supervisor.hello.get("STEP"))
+                if step is not None:
+                    step.ended[supervisor.hello.int("RANK")] = frame.int("STATUS")
+                    self.save()
                 await supervisor.ok()
-                if status == 0:
-                    await catalog.retire(self.job)
-        except GpucrError as error:
-            log.error("end not recorded", job=self.job, error=str(error))
-            await supervisor.ok()
+
+    async def place(self, supervisor: Supervisor, nspid: int, *, whole_tree: bool) -> None:
+        """Move a task (pid inside the namespace), with whole_tree all its descendants, to its supervisor."""
+        assert self.capsule is not None
+        processes = namespace_processes(self.capsule.init_pid)
+        task = next((p for p in processes if p.nspid == nspid), None)
+        if task is None:
+            return
+        moved = [task, *descendants(processes, task.pid)] if whole_tree else [task]
+        for process in moved:
+            try:
+                cgroup.place(process.pid, like=supervisor.pid)
+            except (GpucrError, OSError) as error:
+                log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 
     async def gone(self, supervisor: Supervisor) -> None:
         """A supervisor's connection ended. When its process is dead too, the capsule has no reason to live."""
         if self.supervisors.get(supervisor.key) is supervisor:
             del self.supervisors[supervisor.key]
+        if supervisor.key != "batch":
+            return  # the end of a step does not end the job's capsule
         process = read_process(supervisor.pid)
         if process is not None and process.state not in "ZX" and process.name == "gpucr-task":
             return  # it will come again
-        if self.supervisors or self.phase is Phase.CHECKPOINTING:
+        if "batch" in self.supervisors or self.phase is Phase.CHECKPOINTING:
             return
         await self.discard()
 
-    async def check_supervisor(self) -> None:
+    # --- after a checkpoint, and the end ----------------------------------------------------------------
+
+    async def go_on(self, *, detached: bool, message: str) -> None:
+        """The job stays here: its supervisors take its stdio again."""
+        if self.capsule is None or not self.capsule.alive():
+            if not self.supervisors:
+                await self.discard()
+            return
+        self.run_dir.leaving.unlink(missing_ok=True)
+        self.set_phase(Phase.RUNNING)
+        for supervisor in list(self.supervisors.values()):
+            text = message if supervisor.key == "batch" else ""
+            if detached:
+                await self.attach(supervisor, text, restored=False)
+            elif text:
+                await supervisor.print(text)
+        if detached:
+            await self.steps.connect()
+        if self.node_rank == 0 and "batch" not in self.supervisors:
+            self.spawn(self._check_supervisor())
+
+    async def _check_supervisor(self) -> None:
         """After an interruption: without a living supervisor nobody waits for the job any more."""
         state = self.run_dir.load()
         pid, start = state["supervisor"] if state else (0, None)
-        if not self.supervisors and start_time(pid) != start:
+        if "batch" not in self.supervisors and start_time(pid) != start:
             await self.discard()
 
+    async def leave(self, message: str) -> None:
+        """The job has gone from this node: its supervisors go, and everything of it is removed."""
+        self.set_phase(Phase.LEAVING)
+        for supervisor in list(self.supervisors.values()):
+            await supervisor.release(message if supervisor.key == "batch" else "")
+        await discard(self.job, self.run_dir, self.capsule)
+        self.capsule, self.phase = None, Phase.NEW
+
     async def discard(self) -> None:
-        """End the capsule and remove everything of the job from this node; the store is not touched."""
-        async with self._turn:
+        """End the capsule and remove everything of the job from this node, and from its other nodes when this one
+        leads; the store is not touched."""
+        async with self.turn:
+            geometry, self.geometry = self.geometry, None
             await discard(self.job, self.run_dir, self.capsule)
             self.capsule, self.phase = None, Phase.NEW
+            self.steps = Steps(self)
+        if geometry is not None and self.node_rank == 0:
+            await lead.discard_members(self.context, self.job, geometry)
 
     @property
     def idle(self) -> bool:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import faults
 from gpucr_hpc.agent import shepherd
-from gpucr_hpc.agent.context import Context
-from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
+from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.engine import preflight, stream
 from gpucr_hpc.engine.dump import Dump, Frozen, remove_link_remaps
 from gpucr_hpc.engine.openfiles import writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
-from gpucr_hpc.engine.worker_client import WorkerClient
+from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
 from gpucr_hpc.log import Log
+
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.job import ProtectedJob
 
 # Below this much free space no checkpoint is begun: manifests and records must always fit.
 _RESERVE_BYTES = 64 << 20
@@ -27,78 +32,92 @@ log = Log(__name__)
 class LocalParticipant:
     """Implements coordinator.checkpoint.Participant for the capsule on this node.
 
-    After `capture`, `entry` is the image's entry for the manifest and `meta` its engine section.
+    After `lock`, `tasks` and `steps` say what runs here. After `capture`, `entry` is the image's entry for the
+    manifest and `meta` its engine section. extra: files for the image beside CRIU's, asked for when all are locked.
     """
 
     def __init__(
         self,
-        context: Context,
-        capsule: Capsule,
-        run_dir: RunDir,
+        job: ProtectedJob,
         worker: WorkerClient,
         *,
         checkpoint: str,
         data_key: str,
         leave_running: bool,
+        extra: Callable[[], dict[str, bytes]] = dict,
     ) -> None:
-        self._context, self._capsule, self._run_dir, self._worker = context, capsule, run_dir, worker
+        assert job.capsule is not None
+        self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
         self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
         self._dump: Dump | None = None
         self._locked = False
+        self.staged = asyncio.Event()
         self.tasks: list[shepherd.Task] = []
+        self.steps: list[dict[str, Any]] = []
         self.detached = False
         self.entry: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
         self.frozen_at = self.dump_s = 0.0
 
     async def prepare(self) -> None:
-        context, capsule = self._context, self._capsule
+        context, capsule, run_dir = self._job.context, self._capsule, self._job.run_dir
         if context.criu is None:
             raise context.criu_problem or Refused(reason="CRIU is not usable on this node")
         processes = namespace_processes(capsule.init_pid)
         findings = preflight.check(processes, capsule.root)
         if findings:
             raise Refused(reason="; ".join(map(str, findings[:5])))
-        await self._worker.start(self._run_dir.images, stream.CAPTURE_SOCKET)
-        await self._worker.call("orphans", job=capsule.job, older_than_s=0)
+        await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET)
+        leads = capsule.node_rank == 0
+        if leads:
+            await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         free, needed = await self._worker.call("space"), resident_bytes([p.pid for p in processes])
         if free < needed // 4 + _RESERVE_BYTES:
             # A quarter is what compression is hoped to leave; a store that fills up later fails the dump cleanly.
-            raise StoreFull(path=context.config.store.root, reason=f"{free} bytes free, the job holds {needed}")
+            raise StoreFull(path=self._job.store_root, reason=f"{free} bytes free, the job holds {needed}")
         await self._worker.call(
             "capture",
             job=capsule.job,
             checkpoint=self._checkpoint,
             node_rank=capsule.node_rank,
             key=self._data_key,
+            begin=leads,
         )
+        self.staged.set()
 
     async def lock(self) -> None:
+        job = self._job
         self.detached = True
-        self.tasks = await shepherd.detach(
-            self._capsule.job, self._context.node, self._run_dir.shepherd_socket
-        )
+        self.tasks = await shepherd.detach(job.job, job.context.node, job.run_dir.shepherd_socket)
+        self.steps = job.steps.state()["on_node"]
         if any(t.key == "batch" and t.status is not None for t in self.tasks):
-            raise CoordinationError(job=self._capsule.job, reason="it has ended, nothing is left to checkpoint")
+            raise CoordinationError(job=job.job, reason="it has ended, nothing is left to checkpoint")
         self._locked = True
-        await network.lock(self._capsule.job)
+        await network.lock(job.job)
 
     async def capture(self) -> None:
-        capsule, context = self._capsule, self._context
-        self._dump = Dump(capsule, self._run_dir, self._worker, context.config.engine)
+        job, context = self._job, self._job.context
+        self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine)
         frozen: Frozen = await self._dump.capture()
         faults.reach("frozen")
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
+        for name, content in self._extra().items():
+            await add_bytes(self._worker, name, content)
         self.entry = await self._worker.call("seal")
         assert context.criu is not None
         self.meta = {
             "host": describe_host(context.criu),
             "node": context.node,
-            "tree": tree_meta(capsule, frozen.processes),
+            "tree": tree_meta(self._capsule, frozen.processes),
             "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks],
+            "steps": self.steps,
             "files": [f.as_dict() for f in files],
         }
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
+
+    async def commit(self) -> None:
+        self._job.run_dir.leaving.touch()
+        self._job.set_phase(Phase.REQUEUEING)
 
     async def finish(self) -> None:
         assert self._dump is not None
@@ -122,6 +141,20 @@ class LocalParticipant:
         if self._locked and self._capsule.alive():
             await network.unlock(self._capsule.job)
         self._locked = False
+
+
+async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
+    """Put a small file of our own into the image that a worker writes."""
+    read, write = pipe()
+
+    def feed() -> None:
+        with open(write, "wb") as file:
+            file.write(content)
+
+    fed = asyncio.get_running_loop().run_in_executor(None, feed)
+    with open(read, "rb"):
+        await worker.call("add", [read], name=name)
+    await fed
 
 
 def resident_bytes(pids: list[int]) -> int:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import base64
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc import faults, slurm
+from gpucr_hpc import slurm
+from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.catalog import Catalog
-from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.noderestore import NodeRestore
+from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import build, network
-from gpucr_hpc.capsule.capsule import Identity, discard
-from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import GpucrError, RestoreFailed
+from gpucr_hpc.errors import GpucrError, PeerLost, RestoreFailed
+from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
 from gpucr_hpc.units import format_duration
@@ -29,12 +29,7 @@ log = Log(__name__)
 HELD_EXIT_CODE = 125
 
 
-def exit_code(status: int) -> int:
-    """Exit code of a wait(2) status as a shell shows it."""
-    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-async def restart(job: ProtectedJob, supervisor: Supervisor) -> None:
+async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
     """Decide how a restarted job goes on, and let it. Raises what keeps a good checkpoint from coming back."""
     job.run_dir.make(job.uid, job.gid)
     worker = job.worker()
@@ -44,11 +39,9 @@ async def restart(job: ProtectedJob, supervisor: Supervisor) -> None:
         ended = await catalog.ended_before(job.job, job.run)
         if ended is not None:
             job.run_dir.remove()
-            await supervisor.refuse(
-                f"the job ended by itself with status {exit_code(ended)} while it was being preempted; "
-                "it is not run again",
-                exit_code(ended),
-            )
+            code = lead.exit_code(ended)
+            text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
+            await supervisor.refuse(text, code)
             return
         candidates, problems = await catalog.candidates(job.job, job.uid)
         for problem in problems:
@@ -56,9 +49,9 @@ async def restart(job: ProtectedJob, supervisor: Supervisor) -> None:
             await supervisor.print(problem)
         for manifest in candidates:
             try:
-                await _restore(job, supervisor, worker, catalog, manifest)
+                await _restore(job, supervisor, worker, manifest, info)
                 return
-            except RestoreFailed:
+            except (RestoreFailed, PeerLost):
                 raise  # an older set would lose work and most likely fail alike
             except GpucrError as error:
                 problems.append(str(error))
@@ -68,70 +61,106 @@ async def restart(job: ProtectedJob, supervisor: Supervisor) -> None:
         await worker.close()
     if problems:
         raise RestoreFailed(reason=problems[-1], log="the agent's journal")
-    await job.start_fresh(supervisor, "no checkpoint was made yet, the job starts from its beginning")
+    await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
+
+
+class RemoteRestore:
+    """Another node's part, over one connection: when that ends early, the node undoes by itself."""
+
+    def __init__(self, job: ProtectedJob, rank: int, peer: Peer, manifest: bytes) -> None:
+        self._job, self._rank, self._peer, self._manifest = job, rank, peer, manifest
+
+    async def build(self) -> None:
+        await self._peer.call(
+            "restore_build",
+            job=self._job.job,
+            node_rank=self._rank,
+            manifest=base64.b64encode(self._manifest).decode(),
+            **lead.member_fields(self._job),
+        )
+
+    async def run(self) -> None:
+        await self._peer.call("restore_run", job=self._job.job)
+
+    async def open(self, _message: str) -> None:
+        await self._peer.call("restore_open", job=self._job.job)
+
+    async def undo(self) -> None:
+        self._peer.close()
+
+    async def close(self) -> None:
+        self._peer.close()
 
 
 async def _restore(
-    job: ProtectedJob, supervisor: Supervisor, worker: WorkerClient, catalog: Catalog, manifest: Manifest
+    job: ProtectedJob, supervisor: Supervisor, worker: WorkerClient, manifest: Manifest, info: slurm.JobInfo
 ) -> None:
-    start, context, meta = time.monotonic(), job.context, manifest.meta
-    assert context.criu is not None
-    engine.check_host(meta, context.criu)
-    await worker.call(
-        "serve",
-        job=job.job,
-        checkpoint=manifest.checkpoint,
-        entry=manifest.image(0).as_dict(),
-        key=catalog.key_of(manifest),
-    )
-    await _roll_back_files(job, supervisor, manifest)
-    job.set_phase(Phase.RESTORING)
-    faults.reach("before restore")
-    builder = await build(
-        job.job,
-        job.run_dir,
-        Identity.of(supervisor.pid, job.uid, job.gid),
-        hostname=meta["node"],
-        node_rank=0,
-        config=context.config.network,
-        restore_above=engine.restore_above(meta),
-    )
+    """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open."""
+    start, context = time.monotonic(), job.context
+    job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
+    ranks = list(range(1, len(job.geometry.nodes)))
+    local = NodeRestore(job, manifest, worker)
+    signed = manifest_file.encode(manifest, context.signing_key)
+    parts: list[NodeRestore | RemoteRestore] = [local]
     try:
-        job.capsule = builder.capsule
-        job.save()
-        faults.reach("after build")
-        job.capsule = await engine.restore(builder, job.run_dir, worker, meta, context.config.engine)
-        faults.reach("after restore")
+        for rank in ranks:
+            peer = await context.connector.open(job.job, job.geometry.nodes[rank], job.geometry.addresses[rank])
+            parts.append(RemoteRestore(job, rank, peer, signed))
+        await _all(part.build() for part in parts)
+        await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
+        await _all(part.run() for part in parts)
+        took_s = time.monotonic() - start
+        job.last = {
+            "restored": manifest.checkpoint,
+            "restore_s": round(took_s, 4),
+            "from_node": manifest.meta["ranks"][0]["node"],
+            "from_nodes": [rank["node"] for rank in manifest.meta["ranks"]],
+        }
+        text = (
+            f"restored on {','.join(job.geometry.nodes)} from checkpoint {manifest.checkpoint} of "
+            f"{','.join(job.last['from_nodes'])} in {format_duration(took_s)}"
+        )
+        await _all(part.open(text) for part in parts)
     except BaseException:
-        await asyncio.shield(discard(job.job, job.run_dir, builder.capsule))
+        await asyncio.shield(_undo(parts))
         raise
-    await network.unlock(job.job)
-    faults.reach("after unlock")
-    took_s = time.monotonic() - start
-    job.last = {"restored": manifest.checkpoint, "restore_s": round(took_s, 4), "from_node": meta["node"]}
-    job.set_phase(Phase.RUNNING)
-    log.info("restored", job=job.job, checkpoint=manifest.checkpoint, node=context.node, took_s=took_s)
-    await supervisor.attach(
-        job.run_dir.shepherd_socket,
-        f"restored on {context.node} from checkpoint {manifest.checkpoint} of {meta['node']} "
-        f"in {format_duration(took_s)}",
-    )
+    for part in parts:
+        await part.close()
+    for line in local.report:
+        await supervisor.print(line)
+    log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 
-async def _roll_back_files(job: ProtectedJob, supervisor: Supervisor, manifest: Manifest) -> None:
-    """Files that were written to after the checkpoint get their size of then; as the job's user."""
-    files = manifest.meta["files"]
-    if not files:
-        return
-    async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
-        for line in await worker.call("roll_back", files=files, suffix=f"after-{manifest.checkpoint}"):
-            await supervisor.print(line)
+def task_ranks(manifest: Manifest) -> dict[str, dict[int, int]]:
+    """Step key to task rank to node rank, for every task that a node has or had of a step under way."""
+    found: dict[str, dict[int, int]] = {}
+    for node_rank, meta in enumerate(manifest.meta["ranks"]):
+        for task in meta["tasks"]:
+            key, dot, rank = task["key"].partition(".")
+            if dot:
+                found.setdefault(key, {})[int(rank)] = node_rank
+        for step in meta["steps"]:
+            for rank in step["ended"]:
+                found.setdefault(step["key"], {})[int(rank)] = node_rank
+    return found
+
+
+async def _all(work: Any) -> None:
+    done = await asyncio.gather(*work, return_exceptions=True)
+    for result in done:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _undo(parts: list[NodeRestore | RemoteRestore]) -> None:
+    for part in reversed(parts):
+        await part.undo()
 
 
 async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> None:
     """No checkpoint could be restored: hold the job, or start it from scratch, as configured; never silently."""
     if job.context.config.agent.on_restore_failure == "scratch":
-        await job.start_fresh(supervisor, f"not restored ({reason}); the job starts from its beginning")
+        await lead.start(job, supervisor, None, f"not restored ({reason}); the job starts from its beginning")
         return
     message = f"not restored: {reason}. The job is held with its checkpoints kept; release it with "
     message += f"`scontrol release {job.job}` when the cause is gone"
@@ -140,3 +169,4 @@ async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> Non
     except GpucrError as error:
         message += f" (it could not be held: {error})"
     await supervisor.refuse(message, HELD_EXIT_CODE)
+

@@ -13,10 +13,12 @@ _LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Task:
-    """A task of the shepherd: its key, pid inside the namespace, and wait(2) status when it has ended."""
+    """A task of the shepherd: its key, pid inside the namespace, state of its PMI connection ("none", "new",
+    "idle", "busy"), and wait(2) status when it has ended."""
 
     key: str
     pid: int
+    pmi: str
     status: int | None
 
 
@@ -41,5 +43,5 @@ async def detach(job: str, node: str, path: str) -> list[Task]:
 
 
 def _task(text: str) -> Task:
-    key, pid, state = text.split(":", 2)
-    return Task(key, int(pid), int(state.removeprefix("exited:")) if state.startswith("exited:") else None)
+    key, pid, pmi, state = text.split(":", 3)
+    return Task(key, int(pid), pmi, int(state.removeprefix("exited:")) if state.startswith("exited:") else None)

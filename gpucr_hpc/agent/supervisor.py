@@ -33,15 +33,20 @@ class Supervisor:
     async def refuse(self, message: str, exit_code: int) -> None:
         await self.channel.send(wire.make(wire.Type.REFUSE, MSG=message, STATUS=exit_code))
 
-    async def start(self, socket: str, env: dict[str, str], message: str) -> None:
+    async def start(self, socket: str, env: dict[str, str], message: str, *, stdio: str, token: str) -> None:
+        """stdio, token: where a step's task brings its stdio; empty for the batch script."""
+        fields = {"SOCKET": socket, "TASK": self.key, "MSG": message}
+        if stdio:
+            fields |= {"STDIO": stdio, "TOKEN": token}
+        await self.channel.send(wire.make(wire.Type.START, ("ENV", wire.env_pairs(env)), **fields))
+
+    async def attach(self, socket: str, message: str, *, restored: bool) -> None:
         await self.channel.send(
-            wire.make(
-                wire.Type.START, ("ENV", wire.env_pairs(env)), SOCKET=socket, TASK=self.key, MSG=message
-            )
+            wire.make(wire.Type.ATTACH, SOCKET=socket, TASK=self.key, RESTORED=int(restored), MSG=message)
         )
 
-    async def attach(self, socket: str, message: str) -> None:
-        await self.channel.send(wire.make(wire.Type.ATTACH, SOCKET=socket, TASK=self.key, MSG=message))
+    async def placed(self, task: str) -> None:
+        await self.channel.send(wire.make(wire.Type.PLACED, TASK=task))
 
     async def release(self, message: str) -> None:
         await self.channel.send(wire.make(wire.Type.RELEASE, STATUS=0, MSG=message))

@@ -74,6 +74,16 @@ def processes_with_network(path: Path) -> list[int]:
     return [int(e) for e in os.listdir("/proc") if e.isdigit() and namespace_of(int(e), "net") == wanted]
 
 
+def descendants(processes: list[Process], pid: int) -> list[Process]:
+    """The processes below one (pid on the host) by their parents; daemons that left it are not among them."""
+    found, parents = [], {pid}
+    for process in processes:  # ordered by pid inside, which need not be by age: repeat until nothing is added
+        if process.ppid in parents:
+            found.append(process)
+    known = {p.pid for p in found}
+    return found + [d for child in found for d in descendants(processes, child.pid) if d.pid not in known]
+
+
 def start_time(pid: int) -> int | None:
     """Start time of a process in clock ticks since boot: with the pid it names a process for ever."""
     try:

@@ -51,13 +51,27 @@ class RunDir:
         return self.images / "leaving"
 
     @property
+    def steps(self) -> Path:
+        """What the real sruns of the job's steps said, and their host files."""
+        return self.path / "steps"
+
+    def step_status(self, key: str) -> Path:
+        """Result of a real srun, written by its wrapper as the user: text from the user, to be read as such."""
+        return self.path / "user" / f"{key}.status"
+
+    @property
     def hosts(self) -> Path:
         return self.path / "hosts"
 
     def make(self, uid: int, gid: int) -> None:
         """Create it afresh; what an earlier run of the same job left is removed first."""
         shutil.rmtree(self.path, ignore_errors=True)
-        for directory, mode in ((self.path, 0o711), (self.images, 0o711), (self.work, 0o700)):
+        for directory, mode in (
+            (self.path, 0o711),
+            (self.images, 0o711),
+            (self.work, 0o700),
+            (self.steps, 0o711),
+        ):
             directory.mkdir(parents=True)
             directory.chmod(mode)
         user = self.path / "user"

@@ -31,6 +31,9 @@ class Participant(Protocol):
     async def capture(self) -> None:
         """DUMPED: the tree is frozen and its image durable in the store."""
 
+    async def commit(self) -> None:
+        """COMMITTED: the checkpoint exists and the job will leave: a tree whose agent dies must not run on."""
+
     async def finish(self) -> None:
         """After the commit: end the tree, or let it run on."""
 
@@ -67,24 +70,28 @@ async def checkpoint(
     participants: Sequence[Participant],
     budget: Budget,
     *,
+    agree: Callable[[], None],
     publish: Callable[[], Awaitable[None]],
     leave: Callable[[], Awaitable[None]] | None,
     timings: Timings,
 ) -> None:
     """Take one checkpoint.
 
-    publish: makes it exist. leave: called after the commit and before any tree ends, to requeue the job; when it
+    agree: called when all are LOCKED, raises when the cut cannot be taken now. publish: makes it exist. leave: called after the commit and before any tree ends, to requeue the job; when it
     fails the trees run on, and the checkpoint stays. Raises the first error after everything is undone.
     """
     try:
         for phase in ("prepare", "lock", "capture"):
             await _all(participants, phase, budget)
+            if phase == "lock":
+                agree()
             timings.mark(phase)
             faults.reach(f"after {phase}")
         await _within(publish(), "commit", budget)
         timings.mark("commit")
         faults.reach("after commit")
         if leave is not None:
+            await _all(participants, "commit", budget)
             await leave()
             timings.mark("requeue")
             faults.reach("after requeue")

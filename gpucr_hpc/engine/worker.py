@@ -78,10 +78,10 @@ class Worker:
         os.umask(0o077)
         self._store = PosixStore(root)
 
-    def do_capture(self, job: str, checkpoint: str, node_rank: int, key: str) -> None:
-        """Begin an image; CRIU may connect from now on."""
+    def do_capture(self, job: str, checkpoint: str, node_rank: int, key: str, begin: bool) -> None:
+        """Begin an image; CRIU may connect from now on. begin: the checkpoint too, else another node began it."""
         assert self._listener is not None
-        self._staging = self.store.begin(job, checkpoint)
+        self._staging = self.store.begin(job, checkpoint) if begin else self.store.attach(job, checkpoint)
         self._writer = ImageWriter(
             self._staging.create, checkpoint=checkpoint, node_rank=node_rank, key=DataKey.from_hex(key)
         )

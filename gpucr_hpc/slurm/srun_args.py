@@ -206,6 +206,18 @@ def relaunch_command(args: SrunArgs, nodes: int, tasks: int) -> SrunArgs:
     return SrunArgs((*kept, *pinned), args.command)
 
 
+def task_count(args: SrunArgs, env: Mapping[str, str]) -> int:
+    """How many tasks the step will have, for stdin that must reach all of them; 0 when that cannot be told."""
+    nodes = args.value("nodes") or env.get("SLURM_JOB_NUM_NODES") or "1"
+    per_node = args.value("ntasks-per-node") or env.get("SLURM_NTASKS_PER_NODE") or ""
+    tasks = args.value("ntasks")
+    if tasks is None and args.value("nodes") is None:
+        tasks = env.get("SLURM_NTASKS") or env.get("SLURM_NPROCS")
+    if tasks is None and nodes.isdigit():
+        tasks = str(int(nodes) * (int(per_node) if per_node.isdigit() else 1))
+    return int(tasks) if tasks is not None and tasks.isdigit() else 0
+
+
 def refusal(args: SrunArgs) -> str | None:
     """Why a step cannot run in a protected job, or None."""
     if args.has("pty"):

@@ -1,0 +1,289 @@
+"""What the agent of the batch host does for the whole job: begin it, hear Slurm's signals, see its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import TYPE_CHECKING, Any
+
+from gpucr_hpc import slurm
+from gpucr_hpc.agent import checkpointing, peers, restarting
+from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.phase import Decision, Phase, decide
+from gpucr_hpc.agent.supervisor import Supervisor
+from gpucr_hpc.capsule import Geometry, build
+from gpucr_hpc.capsule.capsule import Identity, discard
+from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, SlurmError
+from gpucr_hpc.log import Log
+from gpucr_hpc.model import new_checkpoint_id
+
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.job import ProtectedJob
+
+log = Log(__name__)
+
+_CAPSULE_DIED = 137  # as gpucr-task says it
+
+
+def exit_code(status: int) -> int:
+    """Exit code of a wait(2) status as a shell shows it."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def virtual_names(geometry: Geometry, node_rank: int) -> dict[str, str]:
+    """Slurm's variables that name nodes, with the job's own names."""
+    names = ",".join(geometry.names)
+    own = geometry.names[node_rank]
+    return {
+        "SLURM_JOB_NODELIST": names,
+        "SLURM_NODELIST": names,
+        "SLURM_STEP_NODELIST": names,
+        "SLURMD_NODENAME": own,
+        "SLURM_TOPOLOGY_ADDR": own,
+        "HOSTNAME": own,
+        "SLURM_SUBMIT_HOST": own,
+    }
+
+
+# --- other nodes ----------------------------------------------------------------------------------------
+
+
+async def on_members(job: ProtectedJob, verb: str, **fields: Any) -> list[Any]:
+    """Make a request of the agents of all other nodes of the job at once; answers by node rank from 1 on."""
+    geometry = job.geometry
+    if geometry is None or len(geometry.nodes) == 1:
+        return []
+
+    async def ask(rank: int) -> Any:
+        assert geometry is not None
+        async with job.context.connector.to(job.job, geometry.nodes[rank], geometry.addresses[rank]) as peer:
+            return await peer.call(verb, job=job.job, **fields)
+
+    return await peers.each(ask, list(range(1, len(geometry.nodes))))
+
+
+async def discard_members(context: Context, job: str, geometry: Geometry) -> None:
+    """Tell the other nodes that the job is over; one that does not answer notices it from Slurm."""
+
+    async def ask(rank: int) -> None:
+        async with context.connector.to(job, geometry.nodes[rank], geometry.addresses[rank]) as peer:
+            await peer.call("discard", job=job)
+
+    try:
+        await peers.each(ask, list(range(1, len(geometry.nodes))))
+    except GpucrError as error:
+        log.warning("a node was not told of the end", job=job, error=str(error))
+
+
+def member_fields(job: ProtectedJob) -> dict[str, Any]:
+    """What another node must know to build its capsule; it adds its own rank."""
+    assert job.geometry is not None
+    return {
+        "uid": job.uid,
+        "gid": job.gid,
+        "groups": list(job.groups),
+        "run": job.run,
+        "names": list(job.geometry.names),
+        "nodes": list(job.geometry.nodes),
+        "addresses": list(job.geometry.addresses),
+        "store_root": job.store_root,
+    }
+
+
+# --- beginning ------------------------------------------------------------------------------------------
+
+
+async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
+    """First word of the batch supervisor in this run."""
+    job.uid, job.gid, job.node_rank = supervisor.uid, supervisor.gid, 0
+    restarted = supervisor.hello.int("RESTART") > 0
+    try:
+        info = await slurm.job(job.job)
+        _check(job, info, supervisor)
+        job.run = max(info.restarts, supervisor.hello.int("RESTART"))
+        restarted = restarted or job.run > 0
+        job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
+        job.groups = Identity.of(supervisor.pid, job.uid, job.gid).groups
+        await _take(job, supervisor, info)
+    except (GpucrError, OSError) as error:
+        log.error("job not taken", job=job.job, error=str(error))
+        if restarted and not isinstance(error, PermissionRefused | Refused):
+            await restarting.give_up(job, supervisor, str(error))
+        elif job.context.config.agent.when_unprotected == "fail":
+            await supervisor.refuse(f"this job cannot be protected: {error}", 1)
+        else:
+            await supervisor.run_unprotected(f"this job runs without protection: {error}")
+
+
+async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
+    try:
+        if job.run == 0:
+            await start(job, supervisor, info, "")
+        else:
+            await restarting.restart(job, supervisor, info)
+    except (GpucrError, OSError):
+        if job.geometry is not None:
+            await discard_members(job.context, job.job, job.geometry)
+        await discard(job.job, job.run_dir, job.capsule)
+        job.capsule, job.phase = None, Phase.NEW
+        raise
+
+
+def _check(job: ProtectedJob, info: slurm.JobInfo, supervisor: Supervisor) -> None:
+    if info.uid != supervisor.uid:
+        raise PermissionRefused(who=f"uid {supervisor.uid}", action=f"speak for job {job.job}")
+    if info.is_het:
+        raise Refused(reason="it is part of a heterogeneous job")
+    if job.context.criu is None:
+        raise job.context.criu_problem or Refused(reason="CRIU is not usable on this node")
+
+
+async def geometry_of(info: slurm.JobInfo, names: tuple[str, ...] | None) -> Geometry:
+    """The job's nodes in this run; names: those of its first run, None when this is it."""
+    nodes = tuple(await slurm.hostnames(info.nodes))
+    addresses = tuple(await slurm.node_addresses(list(nodes)))
+    if names is not None and len(names) != len(nodes):
+        raise Refused(reason=f"it was checkpointed on {len(names)} nodes and now has {len(nodes)}: use --nodes")
+    return Geometry(names or nodes, nodes, addresses)
+
+
+async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo | None, message: str) -> None:
+    """Start the job from its beginning: capsules on all nodes, then the batch script."""
+    job.geometry = await geometry_of(info or await slurm.job(job.job), None)
+    job.run_dir.make(job.uid, job.gid)
+    builder, *_ = await asyncio.gather(
+        build(
+            job.job,
+            job.run_dir,
+            Identity(job.uid, job.gid, job.groups),
+            geometry=job.geometry,
+            node_rank=0,
+            config=job.context.config.network,
+        ),
+        _note_first_run(job),
+        on_members(job, "build", **member_fields(job)),
+    )
+    job.capsule = builder.capsule
+    builder.place(supervisor.pid)
+    job.set_phase(Phase.RUNNING)
+    await job.steps.connect()
+    log.info("capsule built", job=job.job, init_pid=job.capsule.init_pid, nodes=len(job.geometry.nodes))
+    await job.start_task(supervisor, message)
+
+
+async def _note_first_run(job: ProtectedJob) -> None:
+    """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
+    async with job.worker() as worker:
+        await Catalog(job.context, worker, job.store_root).first_run(job.job, new_checkpoint_id())
+
+
+async def without_capsule(job: ProtectedJob, supervisor: Supervisor) -> None:
+    """A supervisor of an earlier agent, whose capsule is gone: its run must not begin again here."""
+    job.uid, job.gid, job.run = supervisor.uid, supervisor.gid, supervisor.hello.int("RESTART")
+    try:
+        info = await slurm.job(job.job)
+        _check(job, info, supervisor)
+        job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
+        left = info.requeued or info.restarts > job.run
+    except GpucrError as error:
+        log.warning("whether the job has left is not known", job=job.job, error=str(error))
+        left = False
+    if left:
+        await supervisor.release("")
+    elif supervisor.hello.int("ATTACHED"):
+        await supervisor.ok()  # it says ENDED, or learns from its shepherd that nothing is left
+    else:
+        await supervisor.refuse("the capsule of this job died", _CAPSULE_DIED)
+
+
+# --- Slurm's signals ------------------------------------------------------------------------------------
+
+
+async def notice(job: ProtectedJob, supervisor: Supervisor, signal: int) -> None:
+    """Slurm sent a signal to the batch supervisor; find out what it means and act."""
+    arrived, notice_signal = time.monotonic(), supervisor.hello.int("SIGNAL")
+    if job.phase in (Phase.LEAVING, Phase.REQUEUEING):
+        await supervisor.absorb(signal)
+        return
+    try:
+        info = await slurm.job(job.job)
+        decision = decide(info, signal, notice_signal)
+    except SlurmError as error:
+        # Without an answer our own signal is taken for what it mostly is; others are the user's.
+        log.warning("slurmctld does not answer", job=job.job, error=str(error))
+        info, decision = None, Decision.REQUEUE if signal == notice_signal else Decision.FORWARD
+    log.info("signal", job=job.job, signal=signal, decision=decision)
+    if decision is Decision.FORWARD:
+        await supervisor.forward(signal)
+        return
+    await supervisor.absorb(signal)
+    if decision is not Decision.IGNORE:
+        await _move(job, info, arrived)
+
+
+async def step_notice(job: ProtectedJob, supervisor: Supervisor, signal: int) -> None:
+    """A step's supervisor got a signal: the job's end, the step's, or the moment of a requeue, which the batch
+    supervisor hears of too."""
+    try:
+        info = await slurm.job(job.job)
+    except SlurmError:
+        await supervisor.forward(signal)
+        return
+    if info.being_preempted or info.requeued:
+        await supervisor.absorb(signal)
+    else:
+        await supervisor.forward(signal)
+
+
+async def missed(job: ProtectedJob) -> None:
+    """Take up again what an earlier agent had been told to do: Slurm tells it only once."""
+    arrived, info = time.monotonic(), await slurm.job(job.job)
+    if info.being_preempted or info.requeued:
+        await _move(job, info, arrived)
+
+
+async def _move(job: ProtectedJob, info: slurm.JobInfo | None, since: float) -> None:
+    try:
+        await checkpoint(job, "preempt", leave=True, info=info, since=since)
+    except Busy:
+        pass
+    except GpucrError as error:
+        log.error("checkpoint failed", job=job.job, error=str(error))
+
+
+async def checkpoint(
+    job: ProtectedJob, reason: str, *, leave: bool, info: slurm.JobInfo | None = None, since: float | None = None
+) -> dict[str, Any]:
+    """Take a checkpoint; with leave the job is requeued after it. Returns the report of it.
+
+    Raises Busy when one is under way, otherwise what went wrong, the job running on.
+    """
+    if job.phase is not Phase.RUNNING or job.capsule is None:
+        raise Busy(job=job.job, operation=f"{job.phase}")
+    if job.node_rank != 0 or job.geometry is None:
+        first = job.geometry.nodes[0] if job.geometry else "its first node"
+        raise Refused(reason=f"the agent on {first} leads job {job.job}: ask there")
+    return await checkpointing.checkpoint(job, reason, leave=leave, info=info, since=since)
+
+
+# --- the end --------------------------------------------------------------------------------------------
+
+
+async def ended(job: ProtectedJob, supervisor: Supervisor, status: int, noticed: bool) -> None:
+    """The batch task ended by itself. A record keeps Slurm's requeue at a grace time's end from running it
+    again; a job that ended well needs its checkpoints no more."""
+    try:
+        if not noticed:
+            noticed = (await slurm.job(job.job)).being_preempted
+        async with job.worker() as worker:
+            catalog = Catalog(job.context, worker, job.store_root)
+            if noticed:
+                await catalog.ended(job.job, job.run, status)
+            await supervisor.ok()
+            if status == 0:
+                await catalog.retire(job.job)
+    except GpucrError as error:
+        log.error("end not recorded", job=job.job, error=str(error))
+        await supervisor.ok()

@@ -1,0 +1,191 @@
+"""What an agent does at the word of the one that leads a job: one session for each operation."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import time
+from typing import Any
+
+from gpucr_hpc import slurm
+from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.noderestore import NodeRestore
+from gpucr_hpc.agent.participant import LocalParticipant
+from gpucr_hpc.agent.peers import Session
+from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.capsule import Geometry, build
+from gpucr_hpc.capsule.capsule import Identity
+from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected
+from gpucr_hpc.image import manifest as manifest_file
+from gpucr_hpc.log import Log
+
+log = Log(__name__)
+
+
+class MemberSession(Session):
+    """Requests of a lead. A checkpoint or restore that is not finished when the connection ends is undone here."""
+
+    def __init__(self, context: Context, jobs: dict[str, ProtectedJob]) -> None:
+        self._context, self._jobs = context, jobs
+        self._participant: LocalParticipant | None = None
+        self._restore: NodeRestore | None = None
+        self._job: ProtectedJob | None = None
+
+    def _get(self, job: str) -> ProtectedJob:
+        found = self._jobs.get(job)
+        if found is None or found.capsule is None:
+            raise JobNotProtected(job=job, node=self._context.node)
+        return found
+
+    def _set_up(self, job: str, node_rank: int, fields: dict[str, Any]) -> ProtectedJob:
+        found = self._jobs.setdefault(job, ProtectedJob(self._context, job))
+        found.uid, found.gid, found.run = fields["uid"], fields["gid"], fields["run"]
+        found.groups, found.store_root = tuple(fields["groups"]), fields["store_root"]
+        found.node_rank = node_rank
+        found.geometry = Geometry(*(tuple(fields[k]) for k in ("names", "nodes", "addresses")))
+        return found
+
+    # --- start and end ----------------------------------------------------------------------------------
+
+    async def do_build(self, job: str, **fields: Any) -> None:
+        """Make this node's capsule for a job that starts."""
+        if self._context.criu is None:
+            raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
+        rank = fields["nodes"].index(self._context.node)
+        found = self._set_up(job, rank, fields)
+        async with found.turn:
+            found.run_dir.make(found.uid, found.gid)
+            assert found.geometry is not None
+            builder = await build(
+                job,
+                found.run_dir,
+                Identity(found.uid, found.gid, found.groups),
+                geometry=found.geometry,
+                node_rank=rank,
+                config=self._context.config.network,
+            )
+            found.capsule = builder.capsule
+            found.set_phase(Phase.RUNNING)
+            await found.steps.connect()
+
+    async def do_step(self, job: str, key: str, stdio: str, token: str) -> None:
+        await self._get(job).on_step(key, stdio, token)
+
+    async def do_step_end(self, job: str, key: str) -> None:
+        await self._get(job).on_step_end(key)
+
+    async def do_discard(self, job: str) -> None:
+        """The job is over."""
+        found = self._jobs.get(job)
+        if found is not None:
+            await found.discard()
+            if found.idle:
+                self._jobs.pop(job, None)
+
+    # --- checkpoint -------------------------------------------------------------------------------------
+
+    async def do_prepare(self, job: str, checkpoint: str, data_key: str, leave_running: bool) -> None:
+        found = self._get(job)
+        if found.phase is not Phase.RUNNING:
+            raise Busy(job=job, operation=f"{found.phase}")
+        found.set_phase(Phase.CHECKPOINTING)
+        self._job, self._leave = found, not leave_running
+        self._worker = found.worker()
+        self._participant = LocalParticipant(
+            found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running
+        )
+        await self._participant.prepare()
+
+    def _part(self, job: str) -> LocalParticipant:
+        if self._participant is None:
+            raise JobNotProtected(job=job, node=self._context.node)
+        return self._participant
+
+    async def do_lock(self, job: str) -> dict[str, Any]:
+        part = self._part(job)
+        await part.lock()
+        return {"tasks": [dataclasses.asdict(t) for t in part.tasks], "steps": part.steps}
+
+    async def do_capture(self, job: str) -> dict[str, Any]:
+        part, start = self._part(job), time.monotonic()
+        await part.capture()
+        return {
+            "entry": part.entry,
+            "meta": part.meta,
+            "dump_s": part.dump_s,
+            "frozen_after_s": part.frozen_at - start,
+        }
+
+    async def do_commit(self, job: str) -> None:
+        await self._part(job).commit()
+
+    async def do_finish(self, job: str) -> None:
+        part, self._participant = self._part(job), None
+        assert self._job is not None
+        await part.finish()
+        await self._worker.close()
+        if self._leave:
+            await self._job.leave("")
+            self._jobs.pop(job, None)
+        else:
+            await self._job.go_on(detached=True, message="")
+
+    async def do_undo(self, job: str) -> None:
+        part, self._participant = self._part(job), None
+        await self._undo(part)
+
+    async def _undo(self, part: LocalParticipant) -> None:
+        assert self._job is not None
+        await part.undo()
+        await self._job.go_on(detached=part.detached, message="")
+
+    # --- restore ----------------------------------------------------------------------------------------
+
+    async def do_restore_build(self, job: str, node_rank: int, manifest: str, **fields: Any) -> None:
+        if self._context.criu is None:
+            raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
+        old = self._jobs.get(job)
+        if old is not None and old.capsule is not None:
+            await old.discard()
+        self._job = self._set_up(job, node_rank, fields)
+        decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=job)
+        self._restore = NodeRestore(self._job, decoded)
+        await self._restore.build()
+
+    async def do_restore_run(self, job: str) -> None:
+        assert self._restore is not None, job
+        await self._restore.run()
+
+    async def do_restore_open(self, job: str) -> None:
+        assert self._restore is not None, job
+        restore, self._restore = self._restore, None
+        await restore.open("")
+
+    # --- the end of the connection ----------------------------------------------------------------------
+
+    async def close(self) -> None:
+        if self._participant is not None and self._job is not None:
+            part, self._participant = self._participant, None
+            if self._job.phase is Phase.REQUEUEING and await self._has_left(self._job):
+                log.info("lead lost after the commit, the job leaves", job=self._job.job)
+                await part.finish()
+                await self._job.leave("")
+                self._jobs.pop(self._job.job, None)
+            else:
+                log.warning("lead lost, checkpoint undone", job=self._job.job)
+                await self._undo(part)
+        if self._restore is not None:
+            restore, self._restore = self._restore, None
+            await restore.undo()
+
+    async def _has_left(self, job: ProtectedJob) -> bool:
+        """After a commit only Slurm knows whether the requeue that was to follow has happened."""
+        for _ in range(20):
+            try:
+                info = await slurm.job(job.job)
+                return not info.running or info.restarts > job.run
+            except GpucrError:
+                await asyncio.sleep(1)
+        return False

@@ -1,0 +1,153 @@
+"""One node's part in a restore: capsule and image first, then the tree, then the open network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from gpucr_hpc import faults
+from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.capsule import Geometry, build, network
+from gpucr_hpc.capsule.capsule import Builder, Identity, discard
+from gpucr_hpc.engine import restore as engine
+from gpucr_hpc.engine import stream
+from gpucr_hpc.engine.worker_client import WorkerClient, pipe
+from gpucr_hpc.errors import CoordinationError
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.log import Log
+from gpucr_hpc.model import Manifest
+
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.job import ProtectedJob
+
+log = Log(__name__)
+
+STEPS_STREAM = "steps.json"
+_SUPERVISORS_LIMIT_S = 120.0
+
+
+class NodeRestore:
+    """Build, run, open; or undo. The job's geometry, identity and run are set before."""
+
+    def __init__(self, job: ProtectedJob, manifest: Manifest, worker: WorkerClient | None = None) -> None:
+        self._job, self._manifest = job, manifest
+        self._worker = worker
+        self._builder: Builder | None = None
+        self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
+        self.report: list[str] = []
+
+    async def build(self) -> None:
+        """Check host and image, roll files back, make the capsule; its network is locked."""
+        job, context, manifest = self._job, self._job.context, self._manifest
+        assert context.criu is not None
+        assert isinstance(job.geometry, Geometry)
+        engine.check_host(self._meta, context.criu)
+        if self._worker is None:
+            job.run_dir.make(job.uid, job.gid)
+            self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
+        await self._worker.call(
+            "serve",
+            job=job.job,
+            checkpoint=manifest.checkpoint,
+            entry=manifest.image(job.node_rank).as_dict(),
+            key=DataKey.unwrap(manifest.slots, context.site_key, manifest.checkpoint).reveal_hex(),
+        )
+        await self._roll_back_files()
+        job.steps.adopt({"on_node": self._meta["steps"]})
+        job.expected = {t["key"] for t in self._meta["tasks"] if t["key"] != "batch"}
+        job.set_phase(Phase.RESTORING)
+        faults.reach("before restore")
+        self._builder = await build(
+            job.job,
+            job.run_dir,
+            Identity(job.uid, job.gid, job.groups),
+            geometry=job.geometry,
+            node_rank=job.node_rank,
+            config=context.config.network,
+            restore_above=engine.restore_above(self._meta),
+        )
+        job.capsule = self._builder.capsule
+        job.save()
+        faults.reach("after build")
+
+    async def _roll_back_files(self) -> None:
+        """Files that were written to after the checkpoint get their size of then; as the job's user."""
+        if not self._meta["files"]:
+            return
+        job = self._job
+        async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
+            self.report = await worker.call(
+                "roll_back", files=self._meta["files"], suffix=f"after-{self._manifest.checkpoint}"
+            )
+
+    async def saved_steps(self) -> list[dict[str, Any]]:
+        """The steps that were under way, from the image of the first node; not in the manifest, since they hold
+        the user's environment and the manifest is not encrypted."""
+        assert self._worker is not None
+        read, write = pipe()
+        loop = asyncio.get_running_loop()
+        with open(read, "rb") as file:
+            content = loop.run_in_executor(None, file.read)
+            with open(write, "wb"):
+                await self._worker.call("extract", [write], name=STEPS_STREAM)
+            steps: list[dict[str, Any]] = json.loads(await content)
+        return steps
+
+    async def run(self) -> None:
+        """Wait for the supervisors of the tasks that come back, then bring them back; the network stays locked."""
+        job = self._job
+        assert self._builder is not None
+        assert self._worker is not None
+        try:
+            await asyncio.wait_for(job.all_expected(), _SUPERVISORS_LIMIT_S)
+        except TimeoutError:
+            missing = ", ".join(sorted(job.expected - set(job.supervisors)))
+            raise CoordinationError(
+                job=job.job, reason=f"on {job.context.node} the steps did not start again: {missing}"
+            ) from None
+        steps = [s for key, s in sorted(job.supervisors.items()) if key != "batch"]
+        first = job.supervisors.get("batch") or (steps[0] if steps else None)
+        if first is not None:
+            self._builder.place(first.pid)
+        started = time.monotonic()
+        job.capsule = await engine.restore(
+            self._builder, job.run_dir, self._worker, self._meta, job.context.config.engine
+        )
+        job.save()
+        faults.reach("after restore")
+        for task in self._meta["tasks"]:
+            supervisor = job.supervisors.get(task["key"])
+            if supervisor is not None and supervisor is not first:
+                await job.place(supervisor, task["pid"], whole_tree=True)
+        log.info("tree restored", job=job.job, took_s=time.monotonic() - started)
+
+    async def open(self, message: str) -> None:
+        """Every node has its tree back: packets pass, supervisors relay."""
+        job = self._job
+        await network.unlock(job.job)
+        faults.reach("after unlock")
+        job.set_phase(Phase.RUNNING)
+        for supervisor in list(job.supervisors.values()):
+            await job.attach(supervisor, message if supervisor.key == "batch" else "", restored=True)
+        await job.steps.connect()
+        await self.close()
+
+    async def undo(self) -> None:
+        """Remove what was made; must not raise."""
+        await self.close()
+        job = self._job
+        capsule = self._builder.capsule if self._builder is not None else None
+        try:
+            await discard(job.job, job.run_dir, capsule)
+        except Exception as error:
+            log.error("remains of a restore", job=job.job, error=repr(error))
+        job.capsule = None
+        job.phase = Phase.NEW
+
+    async def close(self) -> None:
+        """End the worker."""
+        if self._worker is not None:
+            await self._worker.close()
+            self._worker = None

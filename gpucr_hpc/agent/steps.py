@@ -1,0 +1,304 @@
+"""Steps of a protected job: real sruns for the proxies in its capsules, and who runs where.
+
+A proxy's request comes over the shepherd's CONTROL connection. The agent of the batch host runs the real srun outside
+the capsule, as the user, in the batch supervisor's control groups, under `gpucr-init run`, which writes the result to
+a file: so a step and its result outlive the agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpucr_hpc import wire
+from gpucr_hpc.capsule import cgroup, network
+from gpucr_hpc.capsule.capsule import INIT_PROGRAM
+from gpucr_hpc.capsule.processes import start_time
+from gpucr_hpc.errors import GpucrError, UsageError
+from gpucr_hpc.log import Log
+from gpucr_hpc.proc import find_program
+from gpucr_hpc.slurm import srun_args
+
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.job import ProtectedJob
+
+log = Log(__name__)
+
+_WATCH_INTERVAL_S = 0.2  # how often srun's own words are looked for; its end is noticed at once
+_KEY = re.compile(r"[0-9a-f]{16}")
+_FAILED = 1 << 8  # wait(2) status of exit code 1
+
+
+@dataclass
+class Step:
+    """One srun of the job. key, port, token: from its proxy. argv, env, cwd, umask: as the user called srun.
+
+    pid, start: of the real srun's wrapper, 0 when it does not run. supervised: False for --no-checkpoint.
+    """
+
+    key: str
+    port: int
+    token: str
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    umask: int
+    supervised: bool = True
+    pid: int = 0
+    start: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+@dataclass
+class StepOnNode:
+    """What the agent of each node knows of a step: where its tasks' stdio goes, and which have ended (rank to wait(2)
+    status). tasks: number of the whole step, 0 when not known."""
+
+    key: str
+    stdio: str
+    token: str
+    tasks: int = 0
+    ended: dict[int, int] = field(default_factory=dict)
+
+
+class Steps:
+    """The steps of one job on this node. Only the batch host's launches any."""
+
+    def __init__(self, job: ProtectedJob) -> None:
+        self._job = job
+        self.steps: dict[str, Step] = {}
+        self.on_node: dict[str, StepOnNode] = {}
+        self._control: wire.Channel | None = None
+
+    # --- the shepherd's connection ----------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Open the CONTROL connection and serve it until the shepherd detaches."""
+        try:
+            channel = await wire.connect(self._job.run_dir.shepherd_socket)
+        except OSError as error:
+            log.error("shepherd not reached", job=self._job.job, error=str(error))
+            return
+        self._control = channel
+        await channel.send(wire.make(wire.Type.CONTROL, ("KNOWN", self.steps)))
+        self._job.spawn(self._serve(channel))
+
+    async def _serve(self, channel: wire.Channel) -> None:
+        while (frame := await channel.receive()) is not None:
+            if frame.type is wire.Type.SRUN:
+                self._job.spawn(self._request(frame))
+            elif frame.type is wire.Type.SRUNSIGNAL:
+                self.signal(frame.get("KEY"), frame.int("SIGNAL"))
+        channel.close()
+        if self._control is channel:
+            self._control = None
+
+    async def _tell(self, frame: wire.Frame) -> bool:
+        if self._control is None:
+            return False
+        await self._control.send(frame)
+        return True
+
+    # --- requests ---------------------------------------------------------------------------------------
+
+    async def _request(self, frame: wire.Frame) -> None:
+        env = dict(pair.partition("=")[::2] for pair in frame.all("ENV"))
+        step = Step(
+            key=frame.get("KEY"),
+            port=frame.int("PORT"),
+            token=frame.get("TOKEN"),
+            argv=frame.all("ARG"),
+            env=env,
+            cwd=frame.get("CWD"),
+            umask=int(frame.get("UMASK", "022"), 8),
+        )
+        try:
+            if not _KEY.fullmatch(step.key):
+                raise UsageError(reason="bad step key")
+            if self._job.node_rank != 0:
+                raise UsageError(reason="a step can be started on the job's first node only")
+            args = srun_args.with_environment(srun_args.parse(step.argv), env)
+            refusal = srun_args.refusal(args)
+            if refusal is not None:
+                raise UsageError(reason=refusal)
+            step.supervised = not args.has("no-checkpoint")
+            await self._plan(step, args)
+            self.steps[step.key] = step
+            await self.launch(step, self._first_command(args), {})
+        except (GpucrError, OSError, ValueError) as error:
+            log.warning("step refused", job=self._job.job, step=step.key, error=str(error))
+            self.steps.pop(step.key, None)
+            text = str(error)
+            said = text if text.startswith("srun:") else f"srun: error: gpucr: {text}"
+            await self._tell(wire.make(wire.Type.OUTPUT, KEY=step.key, FD=2, DATA=said + "\n"))
+            await self._tell(wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=_FAILED))
+
+    async def _plan(self, step: Step, args: srun_args.SrunArgs) -> None:
+        plan = srun_args.stdio_plan(args, args.value("chdir") or step.cwd)
+        await self._tell(
+            wire.make(
+                wire.Type.PLAN,
+                KEY=step.key,
+                TASKS=srun_args.task_count(args, step.env) if step.supervised else 0,
+                LABEL=int(plan.label),
+                STDIN=plan.stdin,
+                STDOUT=plan.stdout,
+                STDERR=plan.stderr,
+                APPEND=int(plan.append),
+            )
+        )
+
+    def _first_command(self, args: srun_args.SrunArgs) -> srun_args.SrunArgs:
+        assert self._job.geometry is not None
+        return srun_args.real_command(args, self._job.geometry.physical)
+
+    # --- real sruns -------------------------------------------------------------------------------------
+
+    async def launch(self, step: Step, args: srun_args.SrunArgs, extra_env: dict[str, str]) -> None:
+        """Start the real srun of a step."""
+        job = self._job
+        if step.supervised:
+            assert job.geometry is not None
+            stdio = f"{network.address(job.context.config.network, 0)}:{step.port}"
+            await job.on_all("step", key=step.key, stdio=stdio, token=step.token)
+        directory = job.run_dir.steps
+        batch = job.supervisors["batch"]
+        batch_env = environment_of(batch.pid)
+        env = srun_args.run_environment(step.env, batch_env) | extra_env
+        if step.supervised:
+            env["GPUCR_STEP"] = step.key
+        said = os.open(directory / f"{step.key}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        cwd = step.cwd if os.path.isdir(step.cwd) else "/"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.key)), "--"),
+                *(find_program("srun"), *args.argv()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                env=env,
+                cwd=cwd,
+                umask=step.umask,
+                user=job.uid,
+                group=job.gid,
+                extra_groups=job.groups,
+                start_new_session=True,
+            )
+        finally:
+            os.close(said)
+        step.pid, step.start = process.pid, start_time(process.pid) or 0
+        with contextlib.suppress(OSError, GpucrError):
+            cgroup.place(process.pid, like=batch.pid)
+        job.save()
+        log.info("step starts", job=job.job, step=step.key, argv=" ".join(args.argv())[:200])
+        job.spawn(self.watch(step))
+
+    async def watch(self, step: Step) -> None:
+        """Pass on what a real srun says, and its end. Works for one that an earlier agent started, too."""
+        directory, shown = self._job.run_dir.steps, 0
+        said, result = directory / f"{step.key}.out", self._job.run_dir.step_status(step.key)
+        while True:
+            ended = start_time(step.pid) != step.start or result.exists()
+            try:
+                with said.open("rb") as file:
+                    file.seek(shown)
+                    text = file.read()
+            except OSError:
+                return  # the job has left this node
+            if text and await self._tell(
+                wire.make(wire.Type.OUTPUT, KEY=step.key, FD=2, DATA=text.replace(b"\0", b"").decode(errors="replace"))
+            ):
+                shown += len(text)
+            if ended:
+                break
+            await asyncio.sleep(_WATCH_INTERVAL_S)
+        if self.steps.get(step.key) is not step or self._job.leaving:
+            return  # ended because the job leaves: after the move the step goes on
+        await self._end(step, _read_status(result))
+
+    async def _end(self, step: Step, status: int) -> None:
+        while not await self._tell(wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=status)):
+            if self._job.leaving or self._job.capsule is None:
+                return
+            await asyncio.sleep(_WATCH_INTERVAL_S)  # a checkpoint is under way; the shepherd comes back after it
+        self.steps.pop(step.key, None)
+        log.info("step ended", job=self._job.job, step=step.key, status=status)
+        (self._job.run_dir.steps / f"{step.key}.out").unlink(missing_ok=True)
+        self._job.run_dir.step_status(step.key).unlink(missing_ok=True)
+        with contextlib.suppress(GpucrError):
+            await self._job.on_all("step_end", key=step.key)
+        self._job.save()
+
+    def signal(self, key: str, number: int) -> None:
+        """Send a signal to the real srun of a step, through its wrapper."""
+        step = self.steps.get(key)
+        if step is not None and step.pid and start_time(step.pid) == step.start:
+            with contextlib.suppress(ProcessLookupError):
+                # KILL would leave srun behind: its wrapper cannot pass that on, its group can.
+                if number == signal.SIGKILL:
+                    os.killpg(step.pid, signal.SIGTERM)
+                else:
+                    os.kill(step.pid, number)
+
+    # --- moves ------------------------------------------------------------------------------------------
+
+    async def relaunch(self, saved: Iterable[dict[str, Any]], ranks: dict[str, dict[int, int]]) -> None:
+        """Start the sruns of saved steps again, each task where its process will be. ranks: step key to task rank
+        to node rank; a step that had no task yet starts as if for the first time."""
+        job = self._job
+        assert job.geometry is not None
+        for table in saved:
+            step = Step(**table | {"pid": 0, "start": 0})
+            self.steps[step.key] = step
+            args = self._first_command(srun_args.with_environment(srun_args.parse(step.argv), step.env))
+            places = ranks.get(step.key, {})
+            env: dict[str, str] = {}
+            if places:
+                hostfile = job.run_dir.steps / f"{step.key}.hosts"
+                hostfile.write_text("".join(f"{job.geometry.nodes[places[r]]}\n" for r in sorted(places)))
+                hostfile.chmod(0o644)
+                args = srun_args.relaunch_command(args, len(set(places.values())), len(places))
+                env = {"SLURM_HOSTFILE": str(hostfile)}
+            await self.launch(step, args, env)
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Go on with the steps that an earlier agent had started."""
+        for table in state.get("steps", []):
+            step = Step(**table)
+            self.steps[step.key] = step
+        for table in state.get("on_node", []):
+            ended = {int(rank): status for rank, status in table.pop("ended").items()}
+            self.on_node[table["key"]] = StepOnNode(**table, ended=ended)
+
+    def state(self) -> dict[str, Any]:
+        """For the journal and for images: everything needed to go on."""
+        return {
+            "steps": [step.as_dict() for step in self.steps.values()],
+            "on_node": [dataclasses.asdict(step) for step in self.on_node.values()],
+        }
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """The environment with which a process was started."""
+    text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape")
+    return dict(item.partition("=")[::2] for item in text.split("\0") if "=" in item)
+
+
+def _read_status(path: Path) -> int:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor) as file:
+            return int(file.read(32))
+    except (OSError, ValueError):
+        return _FAILED  # the wrapper was killed before it could tell
+
