@@ -120,6 +120,7 @@ class _Connection(abc.ABC):
         except Exception as error:
             self._fail(error)
         finally:
+            self._listener.close()
             if self._socket is not None:
                 self._socket.close()
             with self._changed:
@@ -176,8 +177,10 @@ class Capture(_Connection):
     def _request(self, sock: socket.socket, name: str) -> None:
         if self.began is None:
             self.began = time.monotonic()  # CRIU opens its first file when every task has stopped
-        self.names.append(name)
         self._start_pump(name, _receive_descriptor(sock))
+        with self._changed:  # only now: whoever sees the last name must see its pump, too
+            self.names.append(name)
+            self._changed.notify_all()
 
     def _pump(self, name: str, fd: int) -> None:
         with self._writer.stream(name) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -14,11 +15,8 @@ OURS, TERM, USR1 = 50, 15, 10
 
 
 def job(states: tuple[str, ...] = ("RUNNING",), *, preempt_time: int = 0, end_time: int = 0) -> JobInfo:
-    quoted = ",".join(f'"{state}"' for state in states)
-    return parse_job(
-        "7",
-        f'{{"jobs": [{{"job_id": 7, "job_state": [{quoted}], "preempt_time": {preempt_time}, "end_time": {end_time}}}]}}',
-    )
+    record = {"job_id": 7, "job_state": states, "preempt_time": preempt_time, "end_time": end_time}
+    return parse_job("7", json.dumps({"jobs": [record]}))
 
 
 @pytest.mark.parametrize(

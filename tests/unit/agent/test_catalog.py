@@ -1,0 +1,160 @@
+"""A job's checkpoints: which may be restored, which not and why."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.errors import WrongKey
+from gpucr_hpc.image.keys import DataKey, SigningKey, SiteKey
+from gpucr_hpc.image.manifest import encode
+from gpucr_hpc.model import Manifest
+
+JOB, UID = "41", 2001
+SITE, SIGNING = SiteKey(b"s" * 32), SigningKey(b"i" * 32)
+IDS = [f"20261127T2325{n:02d}Z-0000" for n in range(5)]
+
+
+class Worker:
+    """The store as a worker shows it, in memory."""
+
+    def __init__(self) -> None:
+        self.manifests: dict[tuple[str, str], bytes] = {}
+        self.records: dict[tuple[str, str], str] = {}
+
+    def add(self, checkpoint: str, *, job: str = JOB, uid: int = UID, key: SigningKey = SIGNING, at: str = "") -> None:
+        manifest = Manifest(
+            checkpoint=checkpoint, job=job, uid=uid, gid=100, reason="demand", run=0, images=[],
+            slots=[DataKey(b"d" * 32).wrap(SITE, checkpoint)],
+        )  # fmt: skip
+        self.manifests[job, at or checkpoint] = encode(manifest, key)
+
+    async def call(self, verb: str, **fields: Any) -> Any:
+        job, name = fields.get("job"), fields.get("name")
+        match verb:
+            case "manifests":
+                return [
+                    (owner, checkpoint, base64.b64encode(data).decode())
+                    for (owner, checkpoint), data in sorted(self.manifests.items())
+                    if job in (None, owner)
+                ]
+            case "delete":
+                del self.manifests[job, fields["checkpoint"]]
+            case "record" if fields.get("delete"):
+                self.records.pop((job, name), None)
+            case "record" if "data" in fields:
+                self.records[job, name] = fields["data"]
+            case "record":
+                return self.records.get((job, name))
+            case _:
+                raise AssertionError(verb)
+        return None
+
+
+@pytest.fixture
+def worker():
+    return Worker()
+
+
+@pytest.fixture
+def catalog(worker):
+    return Catalog(SimpleNamespace(trusted=[SIGNING.public], site_key=SITE), worker, "/store")
+
+
+def candidates(catalog: Catalog) -> tuple[list[str], list[str]]:
+    good, problems = asyncio.run(catalog.candidates(JOB, UID))
+    return [manifest.checkpoint for manifest in good], problems
+
+
+def test_newest_first(catalog, worker):
+    for checkpoint in IDS[:3]:
+        worker.add(checkpoint)
+    worker.add(IDS[4], job="42")
+    assert (IDS[2::-1], []) == candidates(catalog)
+
+
+def test_nothing_yet(catalog):
+    assert ([], []) == candidates(catalog)
+
+
+def test_damaged_and_foreign_ones_are_left_out_and_named(catalog, worker):
+    """Cut, altered, signed by a stranger, of another user, moved from another place: each with its file."""
+    for checkpoint in IDS:
+        worker.add(checkpoint)
+    worker.manifests[JOB, IDS[0]] = worker.manifests[JOB, IDS[0]][:-1]
+    worker.manifests[JOB, IDS[1]] = worker.manifests[JOB, IDS[1]].replace(b"demand", b"DEMAND")
+    worker.add(IDS[2], key=SigningKey(b"x" * 32))
+    worker.add(IDS[3], uid=UID + 1)
+    good, problems = candidates(catalog)
+    assert [IDS[4]] == good
+    for checkpoint in IDS[:3]:
+        assert any(f"/store/{JOB}/{checkpoint}/manifest" in problem for problem in problems), checkpoint
+    assert f"checkpoint {IDS[3]} belongs to uid {UID + 1}, not {UID}" in problems
+    worker.add(IDS[0], at=IDS[4])
+    assert ([], True) == (candidates(catalog)[0], "another one lies in its place" in str(candidates(catalog)[1]))
+
+
+def test_set_of_an_earlier_job_of_the_same_number(catalog, worker):
+    """A cluster whose job counter began anew: what is older than the job's first run is not its own."""
+    worker.add(IDS[0])
+    asyncio.run(catalog.note_latest(JOB, IDS[0]))
+    asyncio.run(catalog.first_run(JOB, after=IDS[1]))
+    assert ([], []) == candidates(catalog)
+    worker.add(IDS[2])
+    assert ([IDS[2]], []) == candidates(catalog)
+
+
+def test_published_set_that_has_gone_is_missed(catalog, worker):
+    """Without the newest set the job would silently lose work."""
+    worker.add(IDS[0])
+    worker.add(IDS[1])
+    asyncio.run(catalog.note_latest(JOB, IDS[1]))
+    assert ([IDS[1], IDS[0]], []) == candidates(catalog)
+    del worker.manifests[JOB, IDS[1]]
+    good, problems = candidates(catalog)
+    assert ([IDS[0]], [f"no checkpoint {IDS[1]} in /store/{JOB}"]) == (good, problems)
+
+
+def test_prune_keeps_the_last(catalog, worker):
+    for checkpoint in IDS:
+        worker.add(checkpoint)
+    asyncio.run(catalog.prune(JOB, 2))
+    assert [(JOB, IDS[3]), (JOB, IDS[4])] == sorted(worker.manifests)
+    asyncio.run(catalog.prune(JOB, 0))
+    assert [(JOB, IDS[4])] == sorted(worker.manifests), "one always stays"
+
+
+def test_retire_removes_all(catalog, worker):
+    worker.add(IDS[0])
+    worker.add(IDS[1], job="42")
+    asyncio.run(catalog.note_latest(JOB, IDS[0]))
+    asyncio.run(catalog.retire(JOB))
+    assert [("42", IDS[1])] == list(worker.manifests)
+    assert ([], []) == candidates(catalog), "nothing is missed either"
+
+
+def test_end_in_the_grace_time_counts_for_later_runs_only(catalog):
+    asyncio.run(catalog.ended(JOB, run=1, status=256))
+    assert [None, 256] == [asyncio.run(catalog.ended_before(JOB, run)) for run in (1, 2)]
+    asyncio.run(catalog.first_run(JOB, after=IDS[0]))
+    assert None is asyncio.run(catalog.ended_before(JOB, 2)), "a new job of that number begins clean"
+
+
+def test_unreadable_record_is_none(catalog, worker):
+    for text in ("", "[1]", "{"):
+        worker.records[JOB, "latest"] = text
+        assert None is asyncio.run(catalog.record(JOB, "latest"))
+
+
+def test_key_of_a_checkpoint(catalog, worker):
+    worker.add(IDS[0])
+    (manifest,), _ = asyncio.run(catalog.candidates(JOB, UID))
+    assert (b"d" * 32).hex() == catalog.key_of(manifest)
+    catalog._context.site_key = SiteKey(b"o" * 32)
+    with pytest.raises(WrongKey):
+        catalog.key_of(manifest)

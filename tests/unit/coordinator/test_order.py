@@ -1,0 +1,176 @@
+"""The order of a checkpoint over several nodes, with participants that refuse a wrong one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import ClassVar
+
+import pytest
+
+from gpucr_hpc.coordinator.checkpoint import Budget, Timings, checkpoint
+from gpucr_hpc.errors import DeadlineExceeded, GpucrError
+
+PHASES = ("prepare", "lock", "capture")
+
+
+class Node:
+    """A participant that is a state machine: it fails the test when it is asked for something out of turn."""
+
+    ORDER: ClassVar = {"prepare": "new", "lock": "prepare", "capture": "lock", "finish": "capture"}
+
+    def __init__(self, name: str, journal: list[str], fail: str = "", hang: str = "") -> None:
+        self.name, self.journal, self.fail, self.hang = name, journal, fail, hang
+        self.state = "new"
+        self.reached: set[str] = set()
+
+    async def _phase(self, phase: str) -> None:
+        assert self.ORDER[phase] == self.state, f"{self.name}: {phase} after {self.state}"
+        self.state = f"in {phase}"
+        self.journal.append(f"{self.name} {phase}")
+        await asyncio.sleep(0)
+        if phase == self.hang:
+            await asyncio.sleep(60)
+        if phase == self.fail:
+            raise GpucrError(reason=f"{self.name} cannot {phase}")
+        self.state = phase
+        self.reached.add(phase)
+
+    async def prepare(self) -> None:
+        await self._phase("prepare")
+
+    async def lock(self) -> None:
+        await self._phase("lock")
+
+    async def capture(self) -> None:
+        await self._phase("capture")
+
+    async def finish(self) -> None:
+        await self._phase("finish")
+
+    async def undo(self) -> None:
+        assert "finish" not in self.reached
+        assert self.state != "undone"
+        self.state = "undone"
+        self.journal.append(f"{self.name} undo")
+
+
+class Case:
+    """Two nodes, a publication and a requeue, all written down in one journal."""
+
+    def __init__(self, *, fail: str = "", hang: str = "") -> None:
+        """fail, hang: such as "b lock", "publish" or "leave"."""
+        self.journal: list[str] = []
+
+        def of(name: str, fault: str) -> str:
+            return fault.removeprefix(f"{name} ") if fault.startswith(f"{name} ") else ""
+
+        self.nodes = [Node(name, self.journal, of(name, fail), of(name, hang)) for name in "ab"]
+        self.fail, self.hang = fail, hang
+        self.timings = Timings()
+
+    def step(self, name: str) -> Callable[[], Awaitable[None]]:
+        async def work() -> None:
+            assert {"capture"} == {node.state for node in self.nodes}, "only a whole set may be committed"
+            self.journal.append(name)
+            if self.hang == name:
+                await asyncio.sleep(60)
+            if self.fail == name:
+                raise GpucrError(reason=f"cannot {name}")
+
+        return work
+
+    def run(self, *, leave: bool = True, limit_s: float = 10.0) -> list[str]:
+        asyncio.run(
+            checkpoint(
+                self.nodes,
+                Budget("7", limit_s),
+                publish=self.step("publish"),
+                leave=self.step("leave") if leave else None,
+                timings=self.timings,
+            )
+        )
+        return self.journal
+
+
+def test_every_node_reaches_a_phase_before_the_next():
+    journal = Case().run()
+    assert ["a prepare", "b prepare", "a lock", "b lock", "a capture", "b capture", "publish", "leave"] == journal[:8]
+    assert {"a finish", "b finish"} == set(journal[8:])
+
+
+def test_staying_job_is_not_requeued():
+    case = Case()
+    assert "leave" not in case.run(leave=False)
+    assert [*PHASES, "commit", "finish"] == list(case.timings.phases)
+
+
+def test_phases_are_timed():
+    case = Case()
+    case.run()
+    assert [*PHASES, "commit", "requeue", "finish"] == list(case.timings.phases)
+    assert all(0 <= seconds < 5 for seconds in case.timings.phases.values())
+
+
+@pytest.mark.parametrize("fault", [f"{node} {phase}" for node in "ab" for phase in PHASES])
+def test_failure_of_a_node_undoes_all_in_reverse(fault):
+    """Before the commit every node goes back, whichever failed and whenever; nothing is published."""
+    case = Case(fail=fault)
+    with pytest.raises(GpucrError, match=f"{fault[0]} cannot"):
+        case.run()
+    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"publish", "leave"}.isdisjoint(case.journal)
+    later = PHASES[PHASES.index(fault[2:]) + 1 :]
+    assert not [line for line in case.journal if line.endswith(later)], "no node goes on to a later phase"
+
+
+@pytest.mark.parametrize("step", ["publish", "leave"])
+def test_failure_of_commit_or_requeue_undoes_all(step):
+    """A checkpoint that is not published does not exist; when the requeue fails it stays, and the job runs on."""
+    case = Case(fail=step)
+    with pytest.raises(GpucrError, match=f"cannot {step}"):
+        case.run()
+    assert [step, "b undo", "a undo"] == case.journal[-3:]
+
+
+@pytest.mark.parametrize(
+    ("hang", "phase"),
+    [*((f"{node} {phase}", phase) for node in "ab" for phase in PHASES), ("publish", "commit")],
+)
+def test_deadline_undoes_all(hang, phase):
+    """Time that runs out names the phase, and the job runs on."""
+    case = Case(hang=hang)
+    with pytest.raises(DeadlineExceeded, match=f"{phase} was not done within 0.1 s"):
+        case.run(limit_s=0.1)
+    assert ["b undo", "a undo"] == case.journal[-2:]
+
+
+def test_spent_budget_begins_nothing_that_it_cannot_end():
+    with pytest.raises(DeadlineExceeded, match="prepare"):
+        Case().run(limit_s=0.0)
+
+
+def test_failure_of_one_node_stops_the_others_phase():
+    """Undo never runs beside a phase that still works."""
+    case = Case(fail="a capture", hang="b capture")
+    with pytest.raises(GpucrError, match="a cannot capture"):
+        case.run()
+    assert ["b undo", "a undo"] == case.journal[-2:]
+
+
+def test_cancellation_undoes_all():
+    """An agent that is told to stop in the middle leaves a running job behind."""
+    case = Case(hang="b capture")
+
+    async def stop() -> None:
+        work = asyncio.ensure_future(
+            checkpoint(case.nodes, Budget("7", 10.0), publish=case.step("publish"), leave=None, timings=case.timings)
+        )
+        while "b capture" not in case.journal:
+            await asyncio.sleep(0.001)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+
+    asyncio.run(stop())
+    assert ["b undo", "a undo"] == case.journal[-2:]
