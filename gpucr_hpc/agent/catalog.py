@@ -85,9 +85,10 @@ class Catalog:
         """Write a durable note about a job."""
         await self._worker.call("record", job=job, name=name, data=json.dumps(value))
 
-    async def first_run(self, job: str, after: str) -> None:
-        """Remember when a job ran first: only checkpoints with an id from `after` on are its own."""
-        await self.note(job, _ORIGIN, {"after": after})
+    async def first_run(self, job: str, after: str, excluded: str) -> None:
+        """Remember when a job ran first (only checkpoints with an id from `after` on are its own), and which nodes
+        its user excludes."""
+        await self.note(job, _ORIGIN, {"after": after, "excluded": excluded})
         for name in (_LATEST, _ENDED):
             await self._worker.call("record", job=job, name=name, delete=True)
 
@@ -100,6 +101,10 @@ class Catalog:
         own = await self.entries(job)
         for entry in own[: max(0, len(own) - max(1, keep_last))]:
             await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+
+    async def own_excluded(self, job: str) -> str:
+        """Nodes that the user excluded when the job first ran."""
+        return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
 
     async def ended(self, job: str, run: int, status: int) -> None:
         """Remember that a job ended by itself although Slurm was about to requeue it."""

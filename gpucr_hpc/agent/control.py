@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpucr_hpc import slurm, wire
+from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.catalog import Catalog, Entry
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
@@ -91,9 +92,9 @@ class Control:
     ) -> dict[str, Any]:
         """Checkpoint a job now; with requeue it leaves this node."""
         target = self._job(uid, job)
-        work = asyncio.ensure_future(target.checkpoint("demand", leave=requeue))
+        work = asyncio.ensure_future(lead.checkpoint(target, "demand", leave=requeue))
         while not (await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL_S))[0]:
-            say({"type": "progress", "job": job, "phase": target.phase, **target.progress})
+            say({"type": "progress", "job": job, "phase": target.phase})
         return {"checkpoint": work.result()}
 
     async def _place(self, uid: int, job: str | None, directory: str | None) -> tuple[str, int, int]:
@@ -196,7 +197,7 @@ def summary(entry: Entry, root: str) -> dict[str, Any]:
         "uid": manifest.uid,
         "reason": manifest.reason,
         "run": manifest.run,
-        "nodes": [manifest.meta["node"]],
+        "nodes": [rank["node"] for rank in manifest.meta["ranks"]],
         "bytes_plain": manifest.bytes_plain,
         "bytes_stored": manifest.bytes_stored,
     }

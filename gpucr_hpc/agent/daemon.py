@@ -14,9 +14,12 @@ from pathlib import Path
 
 from gpucr_hpc import log as logging
 from gpucr_hpc import wire
+from gpucr_hpc.agent import peers
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.control import Control
 from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.member import MemberSession
+from gpucr_hpc.agent.peers import Connector
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import RunDir, cgroup, network
 from gpucr_hpc.capsule.capsule import discard
@@ -63,7 +66,8 @@ class Agent:
                 await self._serve(channel, hello)
 
     async def _serve(self, channel: wire.Channel, hello: wire.Frame) -> None:
-        supervisor = Supervisor(channel, hello, hello.get("STEP", "batch"))
+        key = hello.get("STEP", "batch")
+        supervisor = Supervisor(channel, hello, key if key == "batch" else f"{key}.{hello.get('RANK')}")
         try:
             name = check_job_id(hello.get("JOB"))
             if not cgroup.in_slurm_job(supervisor.pid):
@@ -135,6 +139,7 @@ async def make_context(config: Config) -> Context:
         trusted=load_trusted(config.keys.trusted, signing),
         criu=info,
         criu_problem=problem,
+        connector=Connector(signing, config.network.agent_port),
     )
 
 
@@ -163,6 +168,12 @@ async def serve(config: Config) -> None:
     servers = [
         await _listen(run_dir / "agent.sock", _guarded(agent.supervisor)),
         await _listen(run_dir / "control.sock", control.handle),
+        await peers.serve(
+            "0.0.0.0",  # noqa: S104 - peers prove themselves by the cluster's key
+            config.network.agent_port,
+            context.signing_key,
+            lambda: MemberSession(context, agent.jobs),
+        ),
     ]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

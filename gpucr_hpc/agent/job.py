@@ -44,6 +44,7 @@ class ProtectedJob:
         self.steps = Steps(self)
         self.expected: set[str] = set()
         self.store_root = context.config.store.root
+        self.own_excluded = ""
         self.last: dict[str, Any] = {}
         self._arrived = asyncio.Condition()
         self.turn = asyncio.Lock()
@@ -69,6 +70,7 @@ class ProtectedJob:
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
                 "supervisor": [supervisor.pid, start_time(supervisor.pid)] if supervisor else [0, None],
+                "own_excluded": self.own_excluded,
                 "last": self.last,
                 **self.steps.state(),
             }
@@ -92,6 +94,7 @@ class ProtectedJob:
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
+        self.own_excluded = state["own_excluded"]
         if state["geometry"]:
             self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None

@@ -151,7 +151,10 @@ async def geometry_of(info: slurm.JobInfo, names: tuple[str, ...] | None) -> Geo
 
 async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo | None, message: str) -> None:
     """Start the job from its beginning: capsules on all nodes, then the batch script."""
-    job.geometry = await geometry_of(info or await slurm.job(job.job), None)
+    info = info or await slurm.job(job.job)
+    job.geometry = await geometry_of(info, None)
+    if job.run == 0:
+        job.own_excluded = info.excluded_nodes
     job.run_dir.make(job.uid, job.gid)
     builder, *_ = await asyncio.gather(
         build(
@@ -176,7 +179,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
 async def _note_first_run(job: ProtectedJob) -> None:
     """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
     async with job.worker() as worker:
-        await Catalog(job.context, worker, job.store_root).first_run(job.job, new_checkpoint_id())
+        await Catalog(job.context, worker, job.store_root).first_run(job.job, new_checkpoint_id(), job.own_excluded)
 
 
 async def without_capsule(job: ProtectedJob, supervisor: Supervisor) -> None:

@@ -109,11 +109,16 @@ class LocalParticipant:
             "host": describe_host(context.criu),
             "node": context.node,
             "tree": tree_meta(self._capsule, frozen.processes),
-            "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks],
+            "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks if not self._collected(t)],
             "steps": self.steps,
             "files": [f.as_dict() for f in files],
         }
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
+
+    def _collected(self, task: shepherd.Task) -> bool:
+        """Whether a task has ended and Slurm knows it; the shepherd keeps it on its list."""
+        key, _, rank = task.key.partition(".")
+        return any(step["key"] == key and int(rank) in step["ended"] for step in self.steps if rank)
 
     async def commit(self) -> None:
         self._job.run_dir.leaving.touch()

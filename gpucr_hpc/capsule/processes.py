@@ -75,13 +75,9 @@ def processes_with_network(path: Path) -> list[int]:
 
 
 def descendants(processes: list[Process], pid: int) -> list[Process]:
-    """The processes below one (pid on the host) by their parents; daemons that left it are not among them."""
-    found, parents = [], {pid}
-    for process in processes:  # ordered by pid inside, which need not be by age: repeat until nothing is added
-        if process.ppid in parents:
-            found.append(process)
-    known = {p.pid for p in found}
-    return found + [d for child in found for d in descendants(processes, child.pid) if d.pid not in known]
+    """The processes below one (pid on the host), by their parents; daemons that left it are not among them."""
+    children = [p for p in processes if p.ppid == pid]
+    return children + [below for child in children for below in descendants(processes, child.pid)]
 
 
 def start_time(pid: int) -> int | None:

@@ -24,19 +24,20 @@ def show(
     if json:
         output.as_json({"type": "checkpoint", "store": answer["store"], **manifest})
         return
-    meta, tree = manifest["meta"], manifest["meta"]["tree"]
-    output.fields(
-        [
-            ("checkpoint", manifest["checkpoint"]),
-            ("job", f"{manifest['job']} (run {manifest['run']}, uid {manifest['uid']})"),
-            ("created", f"{manifest['created']}, reason {manifest['reason']}"),
-            ("node", meta["node"]),
-            ("processes", f"{tree['processes']} with {tree['threads']} threads"),
-            ("size", format_bytes(sum(i["bytes_plain"] for i in manifest["images"]))),
-            ("stored", format_bytes(sum(i["bytes_stored"] for i in manifest["images"]))),
-            ("needs", f"CRIU >= {meta['host']['criu']}, {meta['host']['machine']}"),
-            ("open files", len(meta["files"])),
-            *((f"  {f['path']}", f"{f['size_bytes']} bytes") for f in meta["files"]),
-            ("phases", ", ".join(f"{k} {v:.3f} s" for k, v in meta["phases_s"].items())),
+    meta = manifest["meta"]
+    rows = [
+        ("checkpoint", manifest["checkpoint"]),
+        ("job", f"{manifest['job']} (run {manifest['run']}, uid {manifest['uid']})"),
+        ("created", f"{manifest['created']}, reason {manifest['reason']}"),
+        ("phases", ", ".join(f"{k} {v:.3f} s" for k, v in meta["phases_s"].items())),
+    ]
+    for rank, image in zip(meta["ranks"], manifest["images"], strict=True):
+        tree, host, files = rank["tree"], rank["host"], rank["files"]
+        rows += [
+            (f"node rank {image['node_rank']}", rank["node"]),
+            ("  processes", f"{tree['processes']} with {tree['threads']} threads"),
+            ("  size", f"{format_bytes(image['bytes_plain'])}, {format_bytes(image['bytes_stored'])} stored"),
+            ("  needs", f"CRIU >= {host['criu']}, {host['machine']}"),
+            *((f"  file {f['path']}", f"{f['size_bytes']} bytes") for f in files),
         ]
-    )
+    output.fields(rows)

@@ -77,8 +77,9 @@ async def checkpoint(
 ) -> None:
     """Take one checkpoint.
 
-    agree: called when all are LOCKED, raises when the cut cannot be taken now. publish: makes it exist. leave: called after the commit and before any tree ends, to requeue the job; when it
-    fails the trees run on, and the checkpoint stays. Raises the first error after everything is undone.
+    agree: called when all are LOCKED, raises when the cut cannot be taken now. publish: makes it exist. leave: called
+    after the commit and before any tree ends, to requeue the job; when it fails the trees run on, and the checkpoint
+    stays. Raises the first error after everything is undone.
     """
     try:
         for phase in ("prepare", "lock", "capture"):

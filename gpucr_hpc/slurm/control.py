@@ -32,21 +32,22 @@ async def _requeue(verb: str, job_id: str) -> None:
         raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
 
 
-async def keep_away(info: query.JobInfo, node: str) -> None:
-    """After a requeue: start soon, and not on `node` when another node has room now.
+async def keep_away(info: query.JobInfo, nodes: list[str], own_excluded: str) -> None:
+    """After a requeue: the same number of nodes, soon, and not these when enough others have room now.
 
-    Without `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin
-    time lies in the future while it is still COMPLETING. Failures only cost time, so they are not raised.
+    own_excluded: nodes that the user himself excludes; those of earlier moves come off the list again. Without
+    `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin time lies in
+    the future while it is still COMPLETING. Failures only cost time, so they are not raised.
     """
-    changes = []
-    if await query.free_node_elsewhere(info, node):
-        excluded = ",".join(filter(None, [info.excluded_nodes, node]))
+    changes = [f"NumNodes={len(nodes)}-{len(nodes)}"] if len(nodes) > 1 else []
+    # A node that the user asks for and that is excluded would let the job wait for ever.
+    away = not info.required_nodes and await query.enough_free_elsewhere(info, nodes)
+    excluded = ",".join(filter(None, [own_excluded, *(nodes if away else [])]))
+    if excluded != info.excluded_nodes:
         changes.append(f"ExcNodeList={excluded}")
     config = await query.config()
     version = tuple(int(n) for n in re.findall(r"\d+", config.get("slurm_version", ""))[:2])
     if version < _REQUEUE_DELAY_SINCE or "requeue_delay" not in config.get("schedulerparameters", ""):
         changes.append("StartTime=now+8")
     if changes:
-        await run_async(
-            ["scontrol", "update", f"JobId={info.job}", *changes], timeout_s=_TIMEOUT_S, env=clean_env()
-        )
+        await run_async(["scontrol", "update", f"JobId={info.job}", *changes], timeout_s=_TIMEOUT_S, env=clean_env())

@@ -133,20 +133,18 @@ async def config() -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
-async def free_node_elsewhere(info: JobInfo, here: str) -> bool:
-    """Whether a node other than `here`, in the job's partition, has room for the job at this moment."""
+async def enough_free_elsewhere(info: JobInfo, here: list[str]) -> bool:
+    """Whether as many nodes as the job has, other than these, have room for their part of it at this moment."""
     done = await _scontrol("show", "nodes", _PARSER)
     if done.status != 0:
         return False
+    cpus_per_node = -(-info.cpus // len(here))
+    fitting = 0
     for node in json.loads(done.stdout).get("nodes", []):
         states = set(node.get("state", ()))
         free = int(node.get("cpus", 0)) - int(node.get("alloc_cpus", 0))
         usable = states & {"IDLE", "MIXED"} and not states & {"DRAIN", "DOWN", "NOT_RESPONDING", "COMPLETING"}
-        if (
-            node.get("name") != here
-            and usable
-            and info.partition in node.get("partitions", [])
-            and free >= info.cpus
-        ):
-            return True
-    return False
+        in_partition = info.partition in node.get("partitions", [])
+        if node.get("name") not in here and usable and in_partition and free >= cpus_per_node:
+            fitting += 1
+    return fitting >= len(here)

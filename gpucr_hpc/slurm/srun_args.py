@@ -133,7 +133,7 @@ def _short(letters: str, next_word: Callable[[], str]) -> list[tuple[str, str | 
 
 def with_environment(args: SrunArgs, env: Mapping[str, str]) -> SrunArgs:
     """Options that srun takes from its environment, put in front of those of the command line."""
-    extra = []
+    extra: list[tuple[str, str | None]] = []
     for variable, name in _ENVIRONMENT.items():
         if env.get(variable):
             if name != "label":
