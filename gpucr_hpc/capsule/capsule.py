@@ -15,8 +15,8 @@ from pathlib import Path
 
 from gpucr_hpc import wire
 from gpucr_hpc.capsule import cgroup, network
-from gpucr_hpc.capsule.processes import namespace_processes, processes_with_network, read_process, start_time
 from gpucr_hpc.capsule.network import Geometry
+from gpucr_hpc.capsule.processes import namespace_processes, processes_with_network, read_process, start_time
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, RestoreFailed

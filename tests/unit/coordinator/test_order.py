@@ -17,7 +17,13 @@ PHASES = ("prepare", "lock", "capture")
 class Node:
     """A participant that is a state machine: it fails the test when it is asked for something out of turn."""
 
-    ORDER: ClassVar = {"prepare": "new", "lock": "prepare", "capture": "lock", "finish": "capture"}
+    ORDER: ClassVar = {
+        "prepare": ("new",),
+        "lock": ("prepare",),
+        "capture": ("lock",),
+        "commit": ("capture",),
+        "finish": ("capture", "commit"),
+    }
 
     def __init__(self, name: str, journal: list[str], fail: str = "", hang: str = "") -> None:
         self.name, self.journal, self.fail, self.hang = name, journal, fail, hang
@@ -25,7 +31,7 @@ class Node:
         self.reached: set[str] = set()
 
     async def _phase(self, phase: str) -> None:
-        assert self.ORDER[phase] == self.state, f"{self.name}: {phase} after {self.state}"
+        assert self.state in self.ORDER[phase], f"{self.name}: {phase} after {self.state}"
         self.state = f"in {phase}"
         self.journal.append(f"{self.name} {phase}")
         await asyncio.sleep(0)
@@ -44,6 +50,9 @@ class Node:
 
     async def capture(self) -> None:
         await self._phase("capture")
+
+    async def commit(self) -> None:
+        await self._phase("commit")
 
     async def finish(self) -> None:
         await self._phase("finish")
@@ -71,7 +80,8 @@ class Case:
 
     def step(self, name: str) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
-            assert {"capture"} == {node.state for node in self.nodes}, "only a whole set may be committed"
+            reached = {"publish": "capture", "leave": "commit"}[name]
+            assert {reached} == {node.state for node in self.nodes}, "only a whole set may be committed"
             self.journal.append(name)
             if self.hang == name:
                 await asyncio.sleep(60)
@@ -80,11 +90,17 @@ class Case:
 
         return work
 
+    def agree(self) -> None:
+        assert {"lock"} == {node.state for node in self.nodes}, "the cut is judged when all are locked"
+        if self.fail == "agree":
+            raise GpucrError(reason="cannot agree")
+
     def run(self, *, leave: bool = True, limit_s: float = 10.0) -> list[str]:
         asyncio.run(
             checkpoint(
                 self.nodes,
                 Budget("7", limit_s),
+                agree=self.agree,
                 publish=self.step("publish"),
                 leave=self.step("leave") if leave else None,
                 timings=self.timings,
@@ -95,8 +111,9 @@ class Case:
 
 def test_every_node_reaches_a_phase_before_the_next():
     journal = Case().run()
-    assert ["a prepare", "b prepare", "a lock", "b lock", "a capture", "b capture", "publish", "leave"] == journal[:8]
-    assert {"a finish", "b finish"} == set(journal[8:])
+    captured = ["a prepare", "b prepare", "a lock", "b lock", "a capture", "b capture"]
+    assert [*captured, "publish", "a commit", "b commit", "leave"] == journal[:10]
+    assert {"a finish", "b finish"} == set(journal[10:])
 
 
 def test_staying_job_is_not_requeued():
@@ -164,7 +181,7 @@ def test_cancellation_undoes_all():
 
     async def stop() -> None:
         work = asyncio.ensure_future(
-            checkpoint(case.nodes, Budget("7", 10.0), publish=case.step("publish"), leave=None, timings=case.timings)
+            checkpoint(case.nodes, Budget("7", 10.0), agree=case.agree, publish=case.step("publish"), leave=None, timings=case.timings)
         )
         while "b capture" not in case.journal:
             await asyncio.sleep(0.001)

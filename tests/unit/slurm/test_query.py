@@ -115,20 +115,20 @@ def test_configuration(scontrol):
     assert "a=1,requeue_delay=1" == read["schedulerparameters"]
 
 
-def test_free_node_elsewhere(scontrol):
+def test_enough_free_elsewhere(scontrol):
     """Another idle node of the partition with enough processors; the job's own does not count."""
     text = (HERE / "nodes-26.05.json").read_text()
     nodes = {"nodes": [n | {"state": ["IDLE"], "alloc_cpus": 0} for n in json.loads(text)["nodes"][:2]]}
     one, two = (n["name"] for n in nodes["nodes"])
     info = recorded("running")
     scontrol(json.dumps(nodes))
-    assert asyncio.run(query.free_node_elsewhere(info, one))
-    assert not asyncio.run(query.free_node_elsewhere(replace(info, cpus=64), one))
-    assert not asyncio.run(query.free_node_elsewhere(replace(info, partition="other"), one))
+    assert asyncio.run(query.enough_free_elsewhere(info, [one]))
+    assert not asyncio.run(query.enough_free_elsewhere(replace(info, cpus=64), [one]))
+    assert not asyncio.run(query.enough_free_elsewhere(replace(info, partition="other"), [one]))
     for state in (["IDLE", "DRAIN"], ["DOWN"], ["IDLE", "NOT_RESPONDING"], ["ALLOCATED"]):
         nodes["nodes"][1]["state"] = state
         scontrol(json.dumps(nodes))
-        assert not asyncio.run(query.free_node_elsewhere(info, one)), state
-        assert asyncio.run(query.free_node_elsewhere(info, two)), "the first one is still idle"
+        assert not asyncio.run(query.enough_free_elsewhere(info, [one])), state
+        assert asyncio.run(query.enough_free_elsewhere(info, [two])), "the first one is still idle"
     scontrol(status=1)
-    assert not asyncio.run(query.free_node_elsewhere(info, one))
+    assert not asyncio.run(query.enough_free_elsewhere(info, [one]))
