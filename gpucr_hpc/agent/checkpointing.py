@@ -142,6 +142,7 @@ async def _close(job: ProtectedJob, worker: Any, catalog: Catalog, checkpoint_id
 async def _go_on(job: ProtectedJob, participant: LocalParticipant, message: str) -> None:
     """The job stays: its supervisors take its output again."""
     if job.capsule is None or not job.capsule.alive():
+        job.phase = Phase.RUNNING  # until its supervisors have seen the end
         if not job.supervisors:
             await job.discard()
         return
@@ -153,7 +154,7 @@ async def _go_on(job: ProtectedJob, participant: LocalParticipant, message: str)
         else:
             await supervisor.print(message)
     if not job.supervisors:
-        job.spawn(job.check_supervisor())
+        job.spawn(job.watch())
 
 
 async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) -> None:

@@ -15,9 +15,9 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.phase import Decision, Phase, decide
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Capsule, RunDir, build, namespace_processes, network
+from gpucr_hpc.capsule import Capsule, RunDir, build, network
 from gpucr_hpc.capsule.capsule import Identity, discard
-from gpucr_hpc.capsule.processes import read_process, start_time
+from gpucr_hpc.capsule.processes import start_time, wait_gone
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, SlurmError
 from gpucr_hpc.log import Log
@@ -39,9 +39,11 @@ class ProtectedJob:
         self.supervisors: dict[str, Supervisor] = {}
         self.uid = self.gid = -1
         self.run = 0
+        self.tasks: set[str] = set()  # keys of those that the shepherd has, ended or not
         self.store_root = context.config.store.root
         self.last: dict[str, Any] = {}
         self.progress: dict[str, Any] = {}
+        self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -49,7 +51,6 @@ class ProtectedJob:
 
     def save(self) -> None:
         """Write the journal from which a restarted agent goes on."""
-        supervisor = self.supervisors.get("batch")
         self.run_dir.save(
             {
                 "job": self.job,
@@ -57,9 +58,10 @@ class ProtectedJob:
                 "uid": self.uid,
                 "gid": self.gid,
                 "run": self.run,
+                "tasks": sorted(self.tasks),
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
-                "supervisor": [supervisor.pid, start_time(supervisor.pid)] if supervisor else [0, 0],
+                "supervisor": self._batch,
                 "last": self.last,
             }
         )
@@ -76,9 +78,10 @@ class ProtectedJob:
         """
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.store_root, self.last = state["store_root"], state["last"]
+        self.tasks = set(state["tasks"])
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
         phase = Phase(state["phase"])
-        pid, start = state["supervisor"]
+        self._batch = state["supervisor"]
         if self.capsule is not None and not self.capsule.alive():
             self.capsule = None
         if self.capsule and phase is Phase.REQUEUEING:
@@ -90,7 +93,7 @@ class ProtectedJob:
                 phase = Phase.RUNNING
         if self.capsule and phase is Phase.RESTORING and await checkpointing.restored(self.capsule):
             phase = Phase.RUNNING
-        gone = self.capsule is None or not self.capsule.alive() or start_time(pid) != start
+        gone = self.capsule is None or not self.capsule.alive() or not self._batch_lives()
         if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
             log.info("remains of a job removed", job=self.job, phase=phase)
             await discard(self.job, self.run_dir, self.capsule)
@@ -100,6 +103,7 @@ class ProtectedJob:
         await checkpointing.settle(self.capsule, self.run_dir)
         await network.unlock(self.job)
         self.set_phase(Phase.RUNNING)
+        self.spawn(self.watch())
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
         return True
 
@@ -115,6 +119,8 @@ class ProtectedJob:
         """A supervisor is there: start its task, attach it, or tell it to go."""
         async with self._turn:
             self.supervisors[supervisor.key] = supervisor
+            if supervisor.key == "batch":
+                self._batch = [supervisor.pid, start_time(supervisor.pid)]
             if self.phase is Phase.LEAVING:
                 await supervisor.release("")
             elif self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
@@ -136,13 +142,15 @@ class ProtectedJob:
 
     async def _admit(self, supervisor: Supervisor) -> None:
         """The capsule is there and this supervisor is not attached: its task runs already, or not yet."""
-        assert self.capsule is not None
-        processes = namespace_processes(self.capsule.init_pid)
-        shepherd = next((p for p in processes if p.name == "gpucr-shepherd"), None)
-        if shepherd is not None and any(p.ppid == shepherd.pid for p in processes):
+        if supervisor.key in self.tasks:
             await supervisor.attach(self.run_dir.shepherd_socket, "")
         else:
-            await supervisor.start(self.run_dir.shepherd_socket, self._env(), "")
+            await self._start_task(supervisor, "")
+
+    async def _start_task(self, supervisor: Supervisor, message: str) -> None:
+        await supervisor.start(self.run_dir.shepherd_socket, self._env(), message)
+        self.tasks.add(supervisor.key)  # not before: a supervisor that has heard START ignores a second one
+        self.save()
 
     async def _without_capsule(self, supervisor: Supervisor) -> None:
         """A supervisor of an earlier agent, whose capsule is gone: its run must not begin again here."""
@@ -194,7 +202,7 @@ class ProtectedJob:
                 await restarting.restart(self, supervisor)
         except (GpucrError, OSError):
             await discard(self.job, self.run_dir, self.capsule)
-            self.capsule, self.phase = None, Phase.NEW
+            self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
             raise
 
     def _check(self, info: slurm.JobInfo, supervisor: Supervisor) -> None:
@@ -227,7 +235,7 @@ class ProtectedJob:
         self.capsule = builder.capsule
         self.set_phase(Phase.RUNNING)
         log.info("capsule built", job=self.job, init_pid=self.capsule.init_pid)
-        await supervisor.start(self.run_dir.shepherd_socket, self._env(), message)
+        await self._start_task(supervisor, message)
 
     async def _note_first_run(self) -> None:
         """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
@@ -310,25 +318,30 @@ class ProtectedJob:
         """A supervisor's connection ended. When its process is dead too, the capsule has no reason to live."""
         if self.supervisors.get(supervisor.key) is supervisor:
             del self.supervisors[supervisor.key]
-        process = read_process(supervisor.pid)
-        if process is not None and process.state not in "ZX" and process.name == "gpucr-task":
-            return  # it will come again
-        if self.supervisors or self.phase is Phase.CHECKPOINTING:
-            return
-        await self.discard()
+        self.spawn(self.watch())
 
-    async def check_supervisor(self) -> None:
-        """After an interruption: without a living supervisor nobody waits for the job any more."""
-        state = self.run_dir.load()
-        pid, start = state["supervisor"] if state else (0, None)
-        if not self.supervisors and start_time(pid) != start:
-            await self.discard()
+    def _batch_lives(self) -> bool:
+        pid, start = self._batch
+        return bool(pid) and start_time(pid or 0) == start
+
+    async def watch(self) -> None:
+        """The supervisor has no connection: it will come again, or it ends and with it the job on this node.
+
+        Its connection ends a moment before the process does.
+        """
+        if self._batch_lives():
+            await wait_gone(self._batch[0] or 0)
+        if self.supervisors or self.capsule is None:
+            return
+        if self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
+            return  # the end of the checkpoint looks for supervisors
+        await self.discard()
 
     async def discard(self) -> None:
         """End the capsule and remove everything of the job from this node; the store is not touched."""
         async with self._turn:
             await discard(self.job, self.run_dir, self.capsule)
-            self.capsule, self.phase = None, Phase.NEW
+            self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
 
     @property
     def idle(self) -> bool:

@@ -97,7 +97,7 @@ async def _restore(
         restore_above=engine.restore_above(meta),
     )
     try:
-        job.capsule = builder.capsule
+        job.capsule, job.tasks = builder.capsule, {task["key"] for task in meta["tasks"]}
         job.save()
         faults.reach("after build")
         job.capsule = await engine.restore(builder, job.run_dir, worker, meta, context.config.engine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,21 @@ def processes_with_network(path: Path) -> list[int]:
     except OSError:
         return []
     return [int(e) for e in os.listdir("/proc") if e.isdigit() and namespace_of(int(e), "net") == wanted]
+
+
+async def wait_gone(pid: int) -> None:
+    """Return when a process has ended; at once when there is none of that number."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        loop.add_reader(descriptor, gone.set)
+        await gone.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def start_time(pid: int) -> int | None:
