@@ -39,7 +39,8 @@ async def keep_away(info: query.JobInfo, node: str) -> None:
     time lies in the future while it is still COMPLETING. Failures only cost time, so they are not raised.
     """
     changes = []
-    if await query.free_node_elsewhere(info, node):
+    # A node that the user asks for and that is excluded would let the job wait for ever.
+    if not info.required_nodes and await query.free_node_elsewhere(info, node):
         excluded = ",".join(filter(None, [info.excluded_nodes, node]))
         changes.append(f"ExcNodeList={excluded}")
     config = await query.config()
