@@ -38,7 +38,8 @@ bool sink_busy(const struct sink *s);
 void sink_put(struct sink *s, const void *data, size_t len);
 /* What poll() shall watch; fd -1: nothing. */
 struct pollfd sink_poll(const struct sink *s);
-void sink_step(struct sink *s);
+void sink_step(struct sink *s); /* after poll() said so: it may block else */
+void sink_try(struct sink *s);  /* write what the descriptor takes now */
 bool sinks_idle(void);
 void sinks_each(void (*what)(struct sink *));
 
@@ -53,13 +54,15 @@ void stdin_step(uint64_t slowest);
 size_t stdin_at(uint64_t place, const unsigned char **data);
 
 /* proxy_tasks.c: the connections of the tasks. */
-void tasks_init(const char *token);
-int tasks_port(void);
+int tasks_listen(const char *token); /* port, or -1 with errno */
 void tasks_plan(long long count, bool label);
-size_t tasks_poll(struct pollfd **p, size_t at); /* adds to a growing vector; returns the new end */
+/* Adds to a growing vector and returns its new end; tasks_step() gets the same place. */
+size_t tasks_poll(struct pollfd **p, size_t *cap, size_t at);
 void tasks_step(const struct pollfd *p);
-void tasks_accept(void);
-/* Connections that have not ended; moved: whether bytes came since the last question. */
+/* Those that take input and are still there, and the place of the slowest. */
+size_t tasks_readers(uint64_t *slowest);
+size_t tasks_seen(void); /* connections that ever named themselves */
+/* Connections that have not ended. *moved: whether anything came from them since the last question. */
 size_t tasks_open(bool *moved);
 void tasks_stop(void); /* wait no more: print what is left of unfinished lines */
 

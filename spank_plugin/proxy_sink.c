@@ -111,6 +111,17 @@ void sink_step(struct sink *s)
 		s->off = 0;
 }
 
+void sink_try(struct sink *s)
+{
+	for (int i = 0; i < 64 && s->len; i++) {
+		struct pollfd p = sink_poll(s);
+
+		if (poll(&p, 1, 0) <= 0 || p.fd < 0)
+			return;
+		sink_step(s);
+	}
+}
+
 bool sinks_idle(void)
 {
 	return !own_sink[0].len && !own_sink[1].len && !file_sink[0].len && !file_sink[1].len;

@@ -83,7 +83,7 @@ class Control:
             "jobs": [
                 {"job": j.job, "uid": j.uid, "phase": j.phase, "run": j.run, "last": j.last}
                 for j in self._jobs.values()
-                if j.may(uid, self._operators)
+                if j.may(uid, self._operators) and not j.idle
             ],
         }
 

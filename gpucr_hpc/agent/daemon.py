@@ -86,8 +86,8 @@ class Agent:
                 await job.frame(supervisor, frame)
         finally:
             await asyncio.shield(job.gone(supervisor))
-            if job.idle:
-                self.jobs.pop(name, None)
+            for key in [k for k, j in self.jobs.items() if j.idle]:
+                del self.jobs[key]
 
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -20,7 +20,7 @@ from gpucr_hpc.agent.steps import StepOnNode, Steps, environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import discard
-from gpucr_hpc.capsule.processes import descendants, read_process, start_time
+from gpucr_hpc.capsule.processes import descendants, start_time, wait_gone
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import GpucrError, SlurmError
 from gpucr_hpc.log import Log
@@ -42,10 +42,12 @@ class ProtectedJob:
         self.run = self.node_rank = 0
         self.geometry: Geometry | None = None
         self.steps = Steps(self)
-        self.expected: set[str] = set()
+        self.tasks: set[str] = set()  # keys of those that the shepherd has, ended or not
+        self.expected: set[str] = set()  # keys of those whose supervisors a restore waits for
         self.store_root = context.config.store.root
         self.own_excluded = ""
         self.last: dict[str, Any] = {}
+        self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
         self.turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -56,7 +58,6 @@ class ProtectedJob:
         """Write the journal from which a restarted agent goes on."""
         if not self.run_dir.path.exists():
             return
-        supervisor = self.supervisors.get("batch")
         self.run_dir.save(
             {
                 "job": self.job,
@@ -66,10 +67,11 @@ class ProtectedJob:
                 "groups": self.groups,
                 "run": self.run,
                 "node_rank": self.node_rank,
+                "tasks": sorted(self.tasks),
                 "geometry": None if self.geometry is None else dataclasses.asdict(self.geometry),
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
-                "supervisor": [supervisor.pid, start_time(supervisor.pid)] if supervisor else [0, None],
+                "supervisor": self._batch,
                 "own_excluded": self.own_excluded,
                 "last": self.last,
                 **self.steps.state(),
@@ -100,14 +102,14 @@ class ProtectedJob:
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
         self.steps.adopt(state)
         phase = Phase(state["phase"])
-        pid, start = state["supervisor"]
+        self.tasks, self._batch = set(state["tasks"]), state["supervisor"]
         if self.capsule is not None and not self.capsule.alive():
             self.capsule = None
         if self.capsule and (phase is Phase.REQUEUEING or self.node_rank != 0):
             phase = await self._phase_by_slurm(phase)
         if self.capsule and phase is Phase.RESTORING and await checkpointing.restored(self.capsule):
             phase = Phase.RUNNING
-        gone = self.capsule is None or not self.capsule.alive() or (self.node_rank == 0 and start_time(pid) != start)
+        gone = self.capsule is None or not self.capsule.alive() or not self._batch_lives()
         if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
             log.info("remains of a job removed", job=self.job, phase=phase)
             await discard(self.job, self.run_dir, self.capsule)
@@ -120,6 +122,7 @@ class ProtectedJob:
         await self.steps.connect()
         for step in self.steps.steps.values():
             self.spawn(self.steps.watch(step))
+        self.spawn(self.watch())
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
         return True
 
@@ -163,6 +166,7 @@ class ProtectedJob:
         async with self.turn:
             if supervisor.key == "batch":
                 self.supervisors["batch"] = supervisor
+                self._batch = [supervisor.pid, start_time(supervisor.pid)]
                 await self._hello_batch(supervisor)
             else:
                 await self._hello_step(supervisor)
@@ -210,19 +214,10 @@ class ProtectedJob:
         """The capsule runs: the supervisor is attached already, its task waits for it, or is to be started."""
         if supervisor.hello.int("ATTACHED"):
             await supervisor.ok()
-        elif await self._has_task(supervisor.key):
+        elif supervisor.key in self.tasks:
             await self.attach(supervisor, "", restored=False)
         else:
             await self.start_task(supervisor, "")
-
-    async def _has_task(self, key: str) -> bool:
-        """Whether the shepherd has a task already. For the batch script its child tells, without a question."""
-        assert self.capsule is not None
-        if key != "batch":
-            return key in self.expected
-        processes = namespace_processes(self.capsule.init_pid)
-        shepherd = next((p for p in processes if p.name == "gpucr-shepherd"), None)
-        return shepherd is not None and any(p.ppid == shepherd.pid for p in processes)
 
     async def start_task(self, supervisor: Supervisor, message: str) -> None:
         """Let a supervisor start its task in the capsule."""
@@ -234,6 +229,8 @@ class ProtectedJob:
             stdio=step.stdio if step else "",
             token=step.token if step else "",
         )
+        self.tasks.add(supervisor.key)  # not before: a supervisor that has heard START ignores a second one
+        self.save()
 
     async def attach(self, supervisor: Supervisor, message: str, *, restored: bool) -> None:
         """Let a supervisor take over the stdio of its running task."""
@@ -291,16 +288,30 @@ class ProtectedJob:
                 log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 
     async def gone(self, supervisor: Supervisor) -> None:
-        """A supervisor's connection ended. When its process is dead too, the capsule has no reason to live."""
+        """A supervisor's connection ended. The end of the batch script's is the end of the job here."""
         if self.supervisors.get(supervisor.key) is supervisor:
             del self.supervisors[supervisor.key]
-        if supervisor.key != "batch":
-            return  # the end of a step does not end the job's capsule
-        process = read_process(supervisor.pid)
-        if process is not None and process.state not in "ZX" and process.name == "gpucr-task":
-            return  # it will come again
-        if "batch" in self.supervisors or self.phase is Phase.CHECKPOINTING:
+        if supervisor.key == "batch":
+            self.spawn(self.watch())
+
+    def _batch_lives(self) -> bool:
+        """Other nodes than the first have no batch supervisor: there the lead tells the end."""
+        pid, start = self._batch
+        return self.node_rank != 0 or (bool(pid) and start_time(pid or 0) == start)
+
+    async def watch(self) -> None:
+        """The batch supervisor has no connection: it will come again, or it ends and with it the job.
+
+        Its connection ends a moment before the process does.
+        """
+        if self.node_rank != 0:
             return
+        if self._batch_lives():
+            await wait_gone(self._batch[0] or 0)
+        if "batch" in self.supervisors or self.capsule is None:
+            return
+        if self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
+            return  # the end of the checkpoint looks for supervisors
         await self.discard()
 
     # --- after a checkpoint, and the end ----------------------------------------------------------------
@@ -308,6 +319,7 @@ class ProtectedJob:
     async def go_on(self, *, detached: bool, message: str) -> None:
         """The job stays here: its supervisors take its stdio again."""
         if self.capsule is None or not self.capsule.alive():
+            self.phase = Phase.RUNNING  # until its supervisors have seen the end
             if not self.supervisors:
                 await self.discard()
             return
@@ -321,15 +333,8 @@ class ProtectedJob:
                 await supervisor.print(text)
         if detached:
             await self.steps.connect()
-        if self.node_rank == 0 and "batch" not in self.supervisors:
-            self.spawn(self._check_supervisor())
-
-    async def _check_supervisor(self) -> None:
-        """After an interruption: without a living supervisor nobody waits for the job any more."""
-        state = self.run_dir.load()
-        pid, start = state["supervisor"] if state else (0, None)
-        if "batch" not in self.supervisors and start_time(pid) != start:
-            await self.discard()
+        if "batch" not in self.supervisors:
+            self.spawn(self.watch())
 
     async def leave(self, message: str) -> None:
         """The job has gone from this node: its supervisors go, and everything of it is removed."""
@@ -337,7 +342,7 @@ class ProtectedJob:
         for supervisor in list(self.supervisors.values()):
             await supervisor.release(message if supervisor.key == "batch" else "")
         await discard(self.job, self.run_dir, self.capsule)
-        self.capsule, self.phase = None, Phase.NEW
+        self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
 
     async def discard(self) -> None:
         """End the capsule and remove everything of the job from this node, and from its other nodes when this one
@@ -345,7 +350,7 @@ class ProtectedJob:
         async with self.turn:
             geometry, self.geometry = self.geometry, None
             await discard(self.job, self.run_dir, self.capsule)
-            self.capsule, self.phase = None, Phase.NEW
+            self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
             self.steps = Steps(self)
         if geometry is not None and self.node_rank == 0:
             await lead.discard_members(self.context, self.job, geometry)

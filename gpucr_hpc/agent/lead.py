@@ -127,7 +127,7 @@ async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) 
         if job.geometry is not None:
             await discard_members(job.context, job.job, job.geometry)
         await discard(job.job, job.run_dir, job.capsule)
-        job.capsule, job.phase = None, Phase.NEW
+        job.capsule, job.phase, job.tasks = None, Phase.NEW, set()
         raise
 
 

@@ -56,7 +56,8 @@ class NodeRestore:
         )
         await self._roll_back_files()
         job.steps.adopt({"on_node": self._meta["steps"]})
-        job.expected = {t["key"] for t in self._meta["tasks"] if t["key"] != "batch"}
+        job.tasks = {t["key"] for t in self._meta["tasks"]}
+        job.expected = job.tasks - {"batch"}
         job.set_phase(Phase.RESTORING)
         faults.reach("before restore")
         self._builder = await build(

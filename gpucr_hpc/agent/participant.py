@@ -64,6 +64,8 @@ class LocalParticipant:
         if context.criu is None:
             raise context.criu_problem or Refused(reason="CRIU is not usable on this node")
         processes = namespace_processes(capsule.init_pid)
+        if not processes:
+            raise CoordinationError(job=capsule.job, reason="it has ended, nothing is left to checkpoint")
         findings = preflight.check(processes, capsule.root)
         if findings:
             raise Refused(reason="; ".join(map(str, findings[:5])))

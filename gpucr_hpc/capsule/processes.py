@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,21 @@ def descendants(processes: list[Process], pid: int) -> list[Process]:
     """The processes below one (pid on the host), by their parents; daemons that left it are not among them."""
     children = [p for p in processes if p.ppid == pid]
     return children + [below for child in children for below in descendants(processes, child.pid)]
+
+
+async def wait_gone(pid: int) -> None:
+    """Return when a process has ended; at once when there is none of that number."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop, gone = asyncio.get_running_loop(), asyncio.Event()
+    try:
+        loop.add_reader(descriptor, gone.set)
+        await gone.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
 
 
 def start_time(pid: int) -> int | None:

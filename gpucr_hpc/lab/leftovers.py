@@ -20,7 +20,7 @@ _SLURMCTLD_CHILD = "slurmscriptd"
 
 def leftovers_of(lab: Lab, node: str) -> list[str]:
     """Stray processes, stopped or frozen tasks, mounts below /run/gpucr, network namespaces and links besides
-    the node's own, nft tables, link_remap.* files of CRIU; one line each, with the node's name.
+    the node's own, nft tables, run directories, link_remap.* files of CRIU; one line each, with the node's name.
     """
     pid = lab.pid(node)
     if pid is None:
@@ -86,6 +86,8 @@ def _files(lab: Lab, node: str) -> Iterator[str]:
     if node == CONTROLLER:
         tops.append(HOMES)  # shared: one look is enough
     root = lab.root(node)
+    for job in (root / "run/gpucr/jobs").glob("*"):
+        yield f"run directory of job {job.name}"
     for top in tops:
         for directory, _, names in os.walk(f"{root}{top}"):
             for name in names:

@@ -30,6 +30,7 @@ class JobInfo:
     preempt_time: int
     end_time: int
     excluded_nodes: str
+    required_nodes: str
     cpus: int
     is_het: bool
     requeueable: bool
@@ -84,6 +85,7 @@ def parse_job(job_id: str, text: str) -> JobInfo:
                 preempt_time=_number(record.get("preempt_time")),
                 end_time=_number(record.get("end_time")),
                 excluded_nodes=record.get("excluded_nodes") or "",
+                required_nodes=record.get("required_nodes") or "",
                 cpus=_number(record.get("cpus")),
                 is_het=_number(record.get("het_job_id")) > 0,
                 requeueable=bool(record.get("requeue", False)),
