@@ -181,7 +181,14 @@ def test_cancellation_undoes_all():
 
     async def stop() -> None:
         work = asyncio.ensure_future(
-            checkpoint(case.nodes, Budget("7", 10.0), agree=case.agree, publish=case.step("publish"), leave=None, timings=case.timings)
+            checkpoint(
+                case.nodes,
+                Budget("7", 10.0),
+                agree=case.agree,
+                publish=case.step("publish"),
+                leave=None,
+                timings=case.timings,
+            )
         )
         while "b capture" not in case.journal:
             await asyncio.sleep(0.001)
