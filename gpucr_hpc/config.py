@@ -50,7 +50,7 @@ class AgentConfig:
 
     when_unprotected: what happens to a job that asked for protection and cannot have it: "run" it with a
     line in its output, or "fail" it. on_restore_failure: "hold" the job (no work lost), or run it from
-    "scratch".
+    "scratch". log_level: "debug", "info", "warning" or "error".
     """
 
     run_dir: str = "/run/gpucr"

@@ -1,0 +1,61 @@
+"""Files that a tree has open for writing, and their way back to the size that they had."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpucr_hpc.capsule.processes import read_process
+from gpucr_hpc.engine.openfiles import OpenFile, roll_back, writable_files
+
+
+def test_files_open_for_writing(tmp_path):
+    """Once per path; not what is only read, deleted, no regular file, or in a private directory."""
+    paths = {name: tmp_path / name for name in ("written", "read", "deleted", "private/file")}
+    (tmp_path / "private").mkdir()
+    for path in paths.values():
+        path.write_bytes(b"12345")
+    files = [paths["written"].open("ab"), paths["written"].open("r+b"), paths["read"].open("rb")]
+    files += [paths["deleted"].open("ab"), paths["private/file"].open("ab")]
+    paths["deleted"].unlink()
+    me = read_process(os.getpid())
+    assert me is not None
+    found = [f for f in writable_files([me], (str(tmp_path / "private"),)) if f.path.startswith(str(tmp_path))]
+    for file in files:
+        file.close()
+    assert [(str(paths["written"]), 5)] == [(f.path, f.size_bytes) for f in found]
+    assert found == [OpenFile(**f.as_dict()) for f in found]
+
+
+def test_roll_back(tmp_path):
+    """What grew is cut and its tail kept beside; the rest is left alone."""
+    grown, same, short = (tmp_path / name for name in ("grown", "same", "short"))
+    grown.write_bytes(b"before" + b"after" * 1000)
+    same.write_bytes(b"same")
+    short.write_bytes(b"s")
+    files = [OpenFile(str(path), 6, os.O_WRONLY) for path in (grown, short, tmp_path / "gone")]
+    files.append(OpenFile(str(same), 4, os.O_WRONLY))
+    (line,) = roll_back(files, "after-ID")
+    assert line.startswith(f"{grown}: 5000 bytes written after the checkpoint moved to {grown}.after-ID")
+    assert (b"before", b"after" * 1000) == (grown.read_bytes(), (tmp_path / "grown.after-ID").read_bytes())
+    assert (b"same", b"s") == (same.read_bytes(), short.read_bytes())
+    assert 0o600 == (tmp_path / "grown.after-ID").stat().st_mode & 0o777
+
+
+def test_second_roll_back_keeps_both_tails(tmp_path):
+    path = tmp_path / "out"
+    for tail in (b"one", b"two"):
+        path.write_bytes(b"base" + tail)
+        roll_back([OpenFile(str(path), 4, os.O_WRONLY)], "after-ID")
+    assert (b"one", b"two") == tuple((tmp_path / f"out.after-ID{n}").read_bytes() for n in ("", ".1"))
+
+
+def test_link_in_place_of_a_file_is_not_followed(tmp_path):
+    """A user must not have another file cut."""
+    target = tmp_path / "target"
+    target.write_bytes(b"precious")
+    (tmp_path / "out").symlink_to(target)
+    with pytest.raises(OSError, match="out"):
+        roll_back([OpenFile(str(tmp_path / "out"), 1, os.O_WRONLY)], "after-ID")
+    assert b"precious" == target.read_bytes()

@@ -1,0 +1,138 @@
+"""What cannot be saved, found on living processes that this test makes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from gpucr_hpc.capsule.processes import Process, read_process
+from gpucr_hpc.engine import preflight
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_PTRACE_SEIZE = 0x4206
+# System calls by number: Python has no names for them. x86-64 and arm64 agree from 424 on.
+_MAKE = """
+import ctypes, os, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+{code}
+print("ready", flush=True)
+time.sleep(60)
+"""
+_IO_URING = """
+fd = libc.syscall(425, 4, ctypes.create_string_buffer(120))
+sys.exit(7) if fd < 0 else None
+"""
+_USERFAULTFD = """
+fd = libc.syscall(323 if os.uname().machine == "x86_64" else 282, 1)
+sys.exit(7) if fd < 0 else None
+"""
+_DEVICE = """
+for name in ("/dev/kmsg", "/dev/fuse", "/dev/net/tun", "/dev/vsock"):
+    try:
+        os.open(name, os.O_RDONLY)
+        break
+    except OSError:
+        continue
+else:
+    sys.exit(7)
+"""
+_PLAIN = """
+import mmap, socket, tempfile
+kept = [open("/dev/null"), open("/dev/urandom", "rb"), open("/dev/zero", "rb"), os.pipe(), socket.socketpair()]
+kept += [tempfile.TemporaryFile(), os.memfd_create("m"), mmap.mmap(-1, 8192), os.eventfd(0), os.pidfd_open(os.getpid())]
+kept += [os.openpty()]
+"""
+
+
+@pytest.fixture
+def child() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a Python child that runs some code and then waits; skip when the kernel refuses what it asks for."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(code: str, *before: str) -> subprocess.Popen[str]:
+        argv = [*before, sys.executable, "-c", _MAKE.format(code=code)]
+        made = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+        started.append(made)
+        assert made.stdout is not None
+        if made.stdout.readline() != "ready\n":
+            pytest.skip(f"not possible here: {' '.join(before) or 'the system call is refused'}")
+        return made
+
+    yield start
+    for made in started:
+        made.kill()
+        made.wait()
+        assert made.stdout is not None
+        made.stdout.close()
+
+
+def findings(pid: int) -> list[str]:
+    """preflight's word on a child of ours: we are the holder, and its init is made up."""
+    init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
+    holder, task = read_process(os.getpid()), read_process(pid)
+    assert holder is not None
+    assert task is not None
+    found = preflight.check([init, holder, task], holder.nspid)
+    return [str(f) for f in found if f.pid == task.nspid]
+
+
+def test_ordinary_process_is_welcome(child):
+    """Pipes, sockets, files, memory, terminals and harmless devices."""
+    assert [] == findings(child(_PLAIN).pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "word"), [(_IO_URING, "io_uring"), (_USERFAULTFD, "userfaultfd"), (_DEVICE, "is the device /dev/")]
+)
+def test_object_without_a_way_back_is_named(child, code, word):
+    """Process, descriptor and kind are in the sentence."""
+    made = child(code)
+    found = findings(made.pid)
+    assert any(word in line for line in found), found
+    assert all(f"(pid {made.pid})" in line for line in found)
+
+
+def test_traced_process_is_named(child):
+    """A process has one tracer, and CRIU must be it."""
+    made = child("")
+    if _LIBC.ptrace(_PTRACE_SEIZE, made.pid, 0, 0) != 0:
+        pytest.skip(f"ptrace is refused: {os.strerror(ctypes.get_errno())}")
+    assert [f"is traced by pid {os.getpid()}"] == [line.split(": ", 1)[1].split(" (")[0] for line in findings(made.pid)]
+
+
+@pytest.mark.parametrize(("option", "kind"), [("--uts", "uts"), ("--ipc", "ipc"), ("--user", "user")])
+def test_nested_namespace_is_named(child, option, kind):
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1)")
+    made = child("", "unshare", option)
+    assert any(f"has a {kind} namespace of its own" in line for line in findings(made.pid))
+
+
+def test_daemon_outside_the_tree_is_named():
+    """A process that does not descend from the holder would be lost silently."""
+    init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
+    holder, stray = read_process(os.getpid()), read_process(os.getppid())
+    assert holder is not None
+    assert stray is not None
+    outside = Process(**{**vars(stray), "ppid": -1})
+    found = [f for f in preflight.check([init, holder, outside], holder.nspid) if f.pid == outside.nspid]
+    assert "is not below the job's holder and would be lost" == found[0].what
+
+
+def test_holder_that_is_gone():
+    init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
+    assert ["holder (pid 2): is gone"] == [str(f) for f in preflight.check([init], 2)]
+
+
+def test_takes_milliseconds(child):
+    pid = child(_PLAIN).pid
+    start = time.monotonic()
+    findings(pid)
+    assert time.monotonic() - start < 0.5
