@@ -13,19 +13,20 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from gpucr_hpc import log as logging
-from gpucr_hpc import wire
+from gpucr_hpc import slurm, wire
 from gpucr_hpc.agent import peers
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.control import Control
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.member import MemberSession
 from gpucr_hpc.agent.peers import Connector
+from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import RunDir, cgroup, network
 from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
-from gpucr_hpc.errors import CriuError, GpucrError, HostError
+from gpucr_hpc.errors import CriuError, GpucrError, HostError, JobUnknown
 from gpucr_hpc.image.keys import load_signing_key, load_site_key, load_trusted
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import check_job_id
@@ -33,6 +34,7 @@ from gpucr_hpc.model import check_job_id
 log = Log(__name__)
 
 _HELLO_LIMIT_S = 10.0
+_SWEEP_INTERVAL_S = 30.0
 
 
 class Agent:
@@ -57,6 +59,28 @@ class Agent:
         for name in network.existing():
             if name not in self.jobs:
                 await network.remove(name)
+
+    async def sweep(self) -> None:
+        """For ever: end the capsules of jobs that are led elsewhere and, by Slurm's word, are not here any more.
+
+        Their lead tells it as a rule; this is for a lead that died with its node.
+        """
+        while True:
+            await asyncio.sleep(_SWEEP_INTERVAL_S)
+            for name, job in list(self.jobs.items()):
+                if job.node_rank == 0 or job.phase is not Phase.RUNNING:
+                    continue
+                try:
+                    info = await slurm.job(name)
+                    left = not info.running or info.restarts > job.run
+                except JobUnknown:
+                    left = True
+                except GpucrError:
+                    continue
+                if left:
+                    log.info("job is over, its lead did not say so", job=name)
+                    await job.discard()
+                    self.jobs.pop(name, None)
 
     async def supervisor(self, channel: wire.Channel) -> None:
         """Serve one connection on the agent's socket until it ends."""
@@ -180,7 +204,9 @@ async def serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     log.info("agent ready", node=context.node, jobs=len(agent.jobs), criu=context.criu and context.criu.text)
+    sweeper = asyncio.ensure_future(agent.sweep())
     await stop.wait()
+    sweeper.cancel()
     for server in servers:
         server.close()
     log.info("agent stops", jobs=len(agent.jobs))

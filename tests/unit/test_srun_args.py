@@ -40,17 +40,17 @@ def test_missing_value_is_refused() -> None:
 
 def test_rewritten_line_reads_the_same() -> None:
     """argv() gives back what was parsed."""
-    found = srun_args.parse("-n 4 --mpi pmi2 -l ./a --b".split())
+    found = srun_args.parse(["-n", "4", "--mpi", "pmi2", "-l", "./a", "--b"])
     assert srun_args.parse(found.argv()) == found
 
 
 def test_stdio_of_the_proxy_is_taken_from_the_real_srun() -> None:
     """A shared output file is written by the proxy, a file per task by its node."""
-    shared = srun_args.parse("-o all.txt -l -i none a".split())
+    shared = srun_args.parse(["-o", "all.txt", "-l", "-i", "none", "a"])
     plan = srun_args.stdio_plan(shared, "/home/u")
     assert plan == srun_args.StdioPlan(True, "none", "file:/home/u/all.txt", "file:/home/u/all.txt", False)
     assert srun_args.real_command(shared, str).argv() == ["a"]
-    single = srun_args.parse("-o t%t.txt a".split())
+    single = srun_args.parse(["-o", "t%t.txt", "a"])
     assert srun_args.stdio_plan(single, "/x").stdout == ""
     assert srun_args.real_command(single, str).argv() == ["--output=t%t.txt", "a"]
 
@@ -58,13 +58,13 @@ def test_stdio_of_the_proxy_is_taken_from_the_real_srun() -> None:
 def test_node_names_of_the_job_become_those_of_the_run() -> None:
     """mpirun names nodes as it knows them."""
     names = {"n1": "n3", "n2": "n4"}
-    found = srun_args.real_command(srun_args.parse("-w n1,n2 -N 2 p".split()), lambda n: names.get(n, n))
+    found = srun_args.real_command(srun_args.parse(["-w", "n1,n2", "-N", "2", "p"]), lambda n: names.get(n, n))
     assert found.argv() == ["--nodelist=n3,n4", "--nodes=2", "p"]
 
 
 def test_relaunch_pins_geometry() -> None:
     """Placement options go, the host file's distribution comes, files are appended to."""
-    found = srun_args.relaunch_command(srun_args.parse("-N2 --ntasks-per-node=2 -c2 --mpi=pmi2 a b".split()), 2, 4)
+    found = srun_args.relaunch_command(srun_args.parse(["-N2", "--ntasks-per-node=2", "-c2", "--mpi=pmi2", "a", "b"]), 2, 4)
     assert found.argv() == [
         *("--cpus-per-task=2", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--distribution=arbitrary"),
         *("--open-mode=append", "a", "b"),
