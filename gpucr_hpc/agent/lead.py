@@ -43,7 +43,6 @@ def virtual_names(geometry: Geometry, node_rank: int) -> dict[str, str]:
         "SLURMD_NODENAME": own,
         "SLURM_TOPOLOGY_ADDR": own,
         "HOSTNAME": own,
-        "SLURM_SUBMIT_HOST": own,
     }
 
 
