@@ -73,6 +73,21 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class CudaConfig:
+    """GPUs. driver: how the driver is called: "auto", "bindings" (cuda.bindings), "ctypes", or "off" to take no care of
+    GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to rest; short, since a rank that waits in
+    a collective for a locked one never does. copy_limit_s, copy_limit_s_per_gib: time limit of a copy between GPU and
+    host. memory_wait_s: how long a restore waits for GPU memory that another program holds.
+    """
+
+    driver: str = "auto"
+    lock_timeout_ms: int = 500
+    copy_limit_s: float = 60.0
+    copy_limit_s_per_gib: float = 8.0
+    memory_wait_s: float = 30.0
+
+
+@dataclass(frozen=True)
 class NetworkConfig:
     """The network of a job's capsules; equal on every node.
 
@@ -98,10 +113,12 @@ class Config:
     keys: KeysConfig = field(default_factory=KeysConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    cuda: CudaConfig = field(default_factory=CudaConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
 
 
 _CHOICES = {
+    "driver": ("auto", "bindings", "ctypes", "off"),
     "when_unprotected": ("run", "fail"),
     "on_restore_failure": ("hold", "scratch"),
     "log_level": ("debug", "info", "warning", "error"),

@@ -135,6 +135,78 @@ class RequeueFailed(SlurmError):
     exit_code = 23
 
 
+# --- CUDA -----------------------------------------------------------------------------------------------
+
+
+class CudaError(GpucrError):
+    """GPU: {reason}"""
+
+    exit_code = 30
+
+
+class CudaDriverUnusable(CudaError):
+    """the NVIDIA driver of this host cannot be used for checkpoints: {reason}"""
+
+    exit_code = 31
+    hint = "driver 570 or newer is needed, 580 or newer to come back on other GPUs"
+
+
+class CudaNotReady(CudaError):
+    """pid {pid}: work on the GPU did not come to rest within {timeout_ms} ms"""
+
+    exit_code = 32
+    retryable = True
+    hint = "a long kernel, or a collective that waits for another rank; it is tried again"
+
+
+class CudaNotSupported(CudaError):
+    """pid {pid}: {call} is refused by the driver for this process: {reason}"""
+
+    exit_code = 33
+    hint = "see docs/gpu.md: peer memory (NCCL over NVLink or shared memory), managed memory, MIG and MPS cannot be saved"
+
+
+class CudaCallFailed(CudaError):
+    """pid {pid}: {call} failed: {reason}"""
+
+    exit_code = 34
+
+
+class CudaMemoryTaken(CudaError):
+    """pid {pid}: the GPU has no room for the job's memory: {reason}"""
+
+    exit_code = 35
+    retryable = True
+    hint = "another program holds memory of that GPU; `nvidia-smi` names it. The checkpoint is kept"
+
+
+class CudaMapImpossible(CudaError):
+    """this node's GPUs cannot take the job: {reason}"""
+
+    exit_code = 36
+    hint = "a job comes back on GPUs of the same type and at least as many; use --constraint or --gres with the type"
+
+
+class CudaHung(CudaError):
+    """pid {pid}: {call} was not answered within {limit_s} s"""
+
+    exit_code = 37
+
+
+class CudaHostMemory(CudaError):
+    """the GPU memory of this job does not fit in memory: {needed} needed, {free} free {where}"""
+
+    exit_code = 38
+    retryable = True
+    hint = "a checkpoint holds the GPUs' content in host memory: ask for more with --mem"
+
+
+class CudaProcessFailed(CudaError):
+    """pid {pid}: the driver has given this process up after {call}"""
+
+    exit_code = 39
+
+
 # --- CRIU -----------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,8 @@ from gpucr_hpc.agent.remote import RemoteParticipant
 from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
+from gpucr_hpc.config import CudaConfig
+from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
 from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
@@ -233,7 +235,7 @@ async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) ->
     await job.leave(message)
 
 
-async def settle(capsule: Capsule, run_dir: RunDir) -> None:
+async def settle(capsule: Capsule, run_dir: RunDir, config: CudaConfig) -> None:
     """Wait until a CRIU that an earlier agent had started in a capsule is gone, and clean up behind it."""
     deadline = time.monotonic() + _SETTLE_LIMIT_S
     run_dir.leaving.unlink(missing_ok=True)
@@ -243,6 +245,12 @@ async def settle(capsule: Capsule, run_dir: RunDir) -> None:
         await asyncio.sleep(0.05)
     remove_link_remaps(capsule)
     await network.unlock(capsule.job)
+    gpus = NodeGpus(capsule.job, config)
+    try:
+        await gpus.find(namespace_processes(capsule.init_pid))
+        await gpus.resume(run_dir.load_gpus())
+    finally:
+        await gpus.close()
 
 
 async def restored(capsule: Capsule) -> bool:

@@ -27,6 +27,9 @@ from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
+# What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
+_DUMPABLE = {"USE_LIBUV": "0"}  # PyTorch's TCPStore would use io_uring
+
 
 class ProtectedJob:
     """State and operations of a job on this node. Only the agent's event loop touches it."""
@@ -116,7 +119,7 @@ class ProtectedJob:
             self.capsule = None
             return False
         assert self.capsule is not None
-        await checkpointing.settle(self.capsule, self.run_dir)
+        await checkpointing.settle(self.capsule, self.run_dir, self.context.config.cuda)
         await network.unlock(self.job)
         self.set_phase(Phase.RUNNING)
         await self.steps.connect()
@@ -239,8 +242,9 @@ class ProtectedJob:
     def _env(self, pid: int) -> dict[str, str]:
         """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
         env = {"GPUCR_CAPSULE": self.job, "GPUCR_SHEPHERD": self.run_dir.shepherd_socket}
+        own = environment_of(pid)
+        env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
         if self.geometry is not None and self.geometry.names != self.geometry.nodes:
-            own = environment_of(pid)
             env |= {k: v for k, v in lead.virtual_names(self.geometry, self.node_rank).items() if k in own}
         return env
 

@@ -103,6 +103,12 @@ class MemberSession(Session):
             raise JobNotProtected(job=job, node=self._context.node)
         return self._participant
 
+    async def do_gpu_lock(self, job: str) -> None:
+        await self._part(job).gpu_lock()
+
+    async def do_gpu_unlock(self, job: str) -> None:
+        await self._part(job).gpu_unlock()
+
     async def do_lock(self, job: str) -> dict[str, Any]:
         part = self._part(job)
         await part.lock()

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import faults
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import Geometry, build, network
+from gpucr_hpc.agent.steps import environment_of
+from gpucr_hpc.capsule import Geometry, build, namespace_processes, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, discard
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
+from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import CoordinationError
 from gpucr_hpc.image.keys import DataKey
@@ -36,6 +38,7 @@ class NodeRestore:
         self._worker = worker
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
+        self._gpus = NodeGpus(job.job, job.context.config.cuda)
         self.report: list[str] = []
 
     async def build(self) -> None:
@@ -44,6 +47,7 @@ class NodeRestore:
         assert context.criu is not None
         assert isinstance(job.geometry, Geometry)
         engine.check_host(self._meta, context.criu)
+        await self._map_gpus()  # other or too few cards: refused before anything is made
         if self._worker is None:
             job.run_dir.make(job.uid, job.gid)
             self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
@@ -72,6 +76,14 @@ class NodeRestore:
         job.capsule = self._builder.capsule
         job.save()
         faults.reach("after build")
+
+    async def _map_gpus(self) -> dict[str, str]:
+        """From the cards that the job saw to those that it has now."""
+        if not self._meta.get("gpu"):
+            return {}
+        supervisor = next(iter(self._job.supervisors.values()), None)
+        env = environment_of(supervisor.pid) if supervisor is not None else {}
+        return await self._gpus.expect(self._meta["gpu"], env)
 
     async def _roll_back_files(self) -> None:
         """Files that were written to after the checkpoint get their size of then; as the job's user."""
@@ -113,6 +125,9 @@ class NodeRestore:
         if first is not None:
             self._builder.place(first.pid)
         started = time.monotonic()
+        gpus = await self._map_gpus()
+        job.run_dir.save_gpus(gpus)
+        warm = asyncio.ensure_future(self._gpus.warm_spare())
         job.capsule = await engine.restore(
             self._builder, job.run_dir, self._worker, self._meta, job.context.config.engine
         )
@@ -123,16 +138,24 @@ class NodeRestore:
             if supervisor is not None and supervisor is not first:
                 await job.place(supervisor, task["pid"], whole_tree=True)
         log.info("tree restored", job=job.job, took_s=time.monotonic() - started)
+        await warm
+        if self._meta.get("gpu"):
+            self._gpus.came_back(self._meta["gpu"], namespace_processes(job.capsule.init_pid))
+            await self._gpus.restore(gpus)
+            faults.reach("after gpu restore")
 
     async def open(self, message: str) -> None:
         """Every node has its tree back: packets pass, supervisors relay."""
         job = self._job
         await network.unlock(job.job)
         faults.reach("after unlock")
+        await self._gpus.go()
+        job.run_dir.save_gpus({})  # they have the new cards now
         job.set_phase(Phase.RUNNING)
         for supervisor in list(job.supervisors.values()):
             await job.attach(supervisor, message if supervisor.key == "batch" else "", restored=True)
         await job.steps.connect()
+        self.report += await self._gpus.probe()
         await self.close()
 
     async def undo(self) -> None:
@@ -149,6 +172,7 @@ class NodeRestore:
 
     async def close(self) -> None:
         """End the worker."""
+        await self._gpus.close()
         if self._worker is not None:
             await self._worker.close()
             self._worker = None

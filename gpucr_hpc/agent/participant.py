@@ -13,6 +13,8 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.engine import preflight, stream
+from gpucr_hpc.engine.cuda import preflight as gpu_preflight
+from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import Dump, Frozen, remove_link_remaps
 from gpucr_hpc.engine.openfiles import writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
@@ -50,6 +52,7 @@ class LocalParticipant:
         self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
         self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
         self._dump: Dump | None = None
+        self._gpus = NodeGpus(self._capsule.job, job.context.config.cuda)
         self._locked = False
         self.staged = asyncio.Event()
         self.tasks: list[shepherd.Task] = []
@@ -66,14 +69,20 @@ class LocalParticipant:
         processes = namespace_processes(capsule.init_pid)
         if not processes:
             raise CoordinationError(job=capsule.job, reason="it has ended, nothing is left to checkpoint")
-        findings = preflight.check(processes, capsule.root)
+        await self._gpus.find(processes)
+        findings = preflight.check(processes, capsule.root, gpus=context.config.cuda.driver != "off")
+        if context.config.cuda.driver != "off":
+            findings += gpu_preflight.check(self._gpus, processes)
         if findings:
             raise Refused(reason="; ".join(map(str, findings[:5])))
+        gpu_preflight.check_memory(self._gpus)
+        warm = asyncio.ensure_future(self._gpus.warm())
         await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET)
         leads = capsule.node_rank == 0
         if leads:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         free, needed = await self._worker.call("space"), resident_bytes([p.pid for p in processes])
+        needed += sum(p.bytes for p in self._gpus.processes)
         if free < needed // 4 + _RESERVE_BYTES:
             # A quarter is what compression is hoped to leave; a store that fills up later fails the dump cleanly.
             raise StoreFull(path=self._job.store_root, reason=f"{free} bytes free, the job holds {needed}")
@@ -85,7 +94,14 @@ class LocalParticipant:
             key=self._data_key,
             begin=leads,
         )
+        await warm
         self.staged.set()
+
+    async def gpu_lock(self) -> None:
+        await self._gpus.lock()
+
+    async def gpu_unlock(self) -> None:
+        await self._gpus.unlock()
 
     async def lock(self) -> None:
         job = self._job
@@ -99,6 +115,8 @@ class LocalParticipant:
 
     async def capture(self) -> None:
         job, context = self._job, self._job.context
+        await self._gpus.checkpoint()
+        self._gpus.verify(namespace_processes(self._capsule.init_pid))
         self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine)
         frozen: Frozen = await self._dump.capture()
         faults.reach("frozen")
@@ -114,6 +132,7 @@ class LocalParticipant:
             "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks if not self._collected(t)],
             "steps": self.steps,
             "files": [f.as_dict() for f in files],
+            "gpu": self._gpus.meta(),
         }
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
 
@@ -128,11 +147,15 @@ class LocalParticipant:
 
     async def finish(self) -> None:
         assert self._dump is not None
-        if self._leave_running:
-            await self._dump.resume()
-            await self._reopen()
-        else:
-            await self._dump.end()
+        try:
+            if self._leave_running:
+                await self._dump.resume()
+                await self._reopen()
+                await self._gpus.go()
+            else:
+                await self._dump.end()
+        finally:
+            await self._gpus.close()
 
     async def undo(self) -> None:
         try:
@@ -140,9 +163,15 @@ class LocalParticipant:
             if self._dump is not None:
                 await self._dump.undo()
                 remove_link_remaps(self._capsule)
-            await self._reopen()
         except (GpucrError, OSError) as error:
             log.error("undo failed", job=self._capsule.job, error=str(error))
+        try:
+            await self._reopen()
+            await self._gpus.resume()  # not before CRIU has let go: the driver works in threads of the process
+        except (GpucrError, OSError) as error:
+            log.error("undo failed", job=self._capsule.job, error=str(error))
+        finally:
+            await self._gpus.close()
 
     async def _reopen(self) -> None:
         if self._locked and self._capsule.alive():

@@ -37,6 +37,15 @@ class RemoteParticipant:
         await self._staged.wait()
         await self._peer.call("prepare", job=self._job, **self._fields)
 
+    async def gpu_lock(self) -> None:
+        await self._peer.call("gpu_lock", job=self._job)
+
+    async def gpu_unlock(self) -> None:
+        try:
+            await self._peer.call("gpu_unlock", job=self._job)
+        except GpucrError as error:
+            log.warning("a node does not answer, it undoes by itself", job=self._job, error=str(error))
+
     async def lock(self) -> None:
         answer = await self._peer.call("lock", job=self._job)
         self.tasks, self.steps = [Task(**task) for task in answer["tasks"]], answer["steps"]

@@ -25,7 +25,7 @@ def in_slurm_job(pid: int) -> bool:
     return any("slurm" in path and "/step_" in path for path in memberships(pid).values())
 
 
-def _mount_point(controllers: str) -> Path | None:
+def mount_point(controllers: str) -> Path | None:
     """Where the hierarchy with these controllers ("" for v2) is mounted, or None."""
     wanted = set(controllers.split(",")) if controllers else set()
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -42,7 +42,7 @@ def place(pid: int, like: int) -> None:
     Raises HostError when a group of Slurm's cannot be entered: its limits would not hold.
     """
     for controllers, path in memberships(like).items():
-        point = _mount_point(controllers)
+        point = mount_point(controllers)
         if point is None:
             continue
         procs = point / path.lstrip("/") / "cgroup.procs"

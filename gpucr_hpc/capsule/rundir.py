@@ -89,6 +89,18 @@ class RunDir:
         temporary.chmod(0o600)
         temporary.rename(self.path / "state.json")
 
+    def save_gpus(self, gpus: dict[str, str]) -> None:
+        """The map of cards of a restore under way: a later agent brings GPU memory back by it."""
+        (self.path / "gpus.json").write_text(json.dumps(gpus))
+
+    def load_gpus(self) -> dict[str, str]:
+        """The map of the last restore, empty without."""
+        try:
+            found = json.loads((self.path / "gpus.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return {str(k): str(v) for k, v in found.items()} if isinstance(found, dict) else {}
+
     def load(self) -> dict[str, Any] | None:
         """The saved state, or None when there is none that can be read."""
         try:

@@ -1,4 +1,4 @@
-"""The order of a checkpoint: every node READY, LOCKED, DUMPED; then the commit; then every node finishes.
+"""The order of a checkpoint: every node READY, its GPUs HELD, LOCKED, DUMPED; the commit; then every node finishes.
 
 Every phase waits for all nodes. A failure or the end of the time budget undoes all nodes, in reverse order, and the
 job runs on. Publication of the manifest is the single point after which the checkpoint exists.
@@ -7,16 +7,22 @@ job runs on. Publication of the manifest is the single point after which the che
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from gpucr_hpc import faults
-from gpucr_hpc.errors import DeadlineExceeded
+from gpucr_hpc.errors import CutNotPossible, DeadlineExceeded
 from gpucr_hpc.log import Log
 
 log = Log(__name__)
+
+_HOLD_ATTEMPTS = 30
+_HOLD_RESERVE_S = 2.0
+_Result = TypeVar("_Result")
 
 
 class Participant(Protocol):
@@ -24,6 +30,13 @@ class Participant(Protocol):
 
     async def prepare(self) -> None:
         """READY: preflight passed, a worker waits for the stream. Nothing of the job is touched."""
+
+    async def gpu_lock(self) -> None:
+        """HELD: work on every GPU of this node has come to rest. Raises CutNotPossible, with none held, when it does
+        not within a short time: a rank that waits in a collective for a held one never comes to rest."""
+
+    async def gpu_unlock(self) -> None:
+        """Back from HELD, also where `gpu_lock` failed; must not raise."""
 
     async def lock(self) -> None:
         """LOCKED: outward connections closed, no packet of the job passes."""
@@ -82,8 +95,12 @@ async def checkpoint(
     stays. Raises the first error after everything is undone.
     """
     try:
-        for phase in ("prepare", "lock", "capture"):
-            await _all(participants, phase, budget)
+        for phase in ("prepare", "gpu_lock", "lock", "capture"):
+            if phase == "gpu_lock":
+                # Before any network is locked: a collective over it would wait for packets for ever.
+                await _hold_gpus(participants, budget)
+            else:
+                await _all(participants, phase, budget)
             if phase == "lock":
                 agree()
             timings.mark(phase)
@@ -104,6 +121,27 @@ async def checkpoint(
     timings.mark("finish")
 
 
+async def _hold_gpus(participants: Sequence[Participant], budget: Budget) -> None:
+    """All or none: when one node's GPUs do not come to rest, all are let go and tried again at another moment."""
+    for attempt in itertools.count(1):
+        tasks = [asyncio.ensure_future(p.gpu_lock()) for p in participants]
+        try:
+            # None is cut off: each ends by its own short limit, and a lock that was cut off is held by nobody knows whom.
+            results = await _within(asyncio.gather(*tasks, return_exceptions=True), "gpu_lock", budget)
+        finally:
+            for task in tasks:
+                task.cancel()
+        errors = [r for r in results if isinstance(r, BaseException)]
+        if not errors:
+            return
+        await asyncio.gather(*(p.gpu_unlock() for p in participants))
+        serious = next((e for e in errors if not isinstance(e, CutNotPossible)), None)
+        if serious is not None or attempt == _HOLD_ATTEMPTS or budget.left() < _HOLD_RESERVE_S:
+            raise serious or errors[0]
+        log.info("GPUs not at rest", job=budget.job, attempt=attempt, reason=str(errors[0]))
+        await asyncio.sleep(random.uniform(0.05, 0.5))  # noqa: S311 - spreads tries, hides nothing
+
+
 async def _all(participants: Sequence[Participant], phase: str, budget: Budget) -> None:
     tasks = [asyncio.ensure_future(getattr(p, phase)()) for p in participants]
     try:
@@ -114,9 +152,9 @@ async def _all(participants: Sequence[Participant], phase: str, budget: Budget) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _within(work: Awaitable[object], phase: str, budget: Budget) -> None:
+async def _within(work: Awaitable[_Result], phase: str, budget: Budget) -> _Result:
     try:
-        await asyncio.wait_for(work, max(0.0, budget.left()))
+        return await asyncio.wait_for(work, max(0.0, budget.left()))
     except TimeoutError:
         raise DeadlineExceeded(job=budget.job, phase=phase, limit_s=budget.limit_s) from None
 

@@ -27,6 +27,7 @@ _REFUSED_ANONYMOUS = {
     "anon_inode:[secretmem]": "secret memory",
 }
 _PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
+_NVIDIA = "/dev/nvidia"
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
 
@@ -43,8 +44,11 @@ class Finding:
         return f"{self.name} (pid {self.pid}): {self.what}"
 
 
-def check(processes: list[Process], root_nspid: int) -> list[Finding]:
-    """Everything that CRIU would refuse or lose; `processes` are all of the namespace, init first."""
+def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> list[Finding]:
+    """Everything that CRIU would refuse or lose; `processes` are all of the namespace, init first.
+
+    gpus: devices of the NVIDIA driver are not looked at here, engine.cuda does it.
+    """
     findings = [
         Finding(p.nspid, p.name, "is not below the job's holder and would be lost")
         for p in strangers(processes, root_nspid)
@@ -55,22 +59,22 @@ def check(processes: list[Process], root_nspid: int) -> list[Finding]:
     reference = {kind: namespace_of(root.pid, kind) for kind in _NESTED}
     for process in processes[1:]:
         if process.state != "Z":
-            findings += [Finding(process.nspid, process.name, what) for what in _objects(process, reference)]
+            findings += [Finding(process.nspid, process.name, what) for what in _objects(process, reference, gpus)]
     return findings
 
 
-def _objects(process: Process, reference: dict[str, str | None]) -> Iterator[str]:
+def _objects(process: Process, reference: dict[str, str | None], gpus: bool) -> Iterator[str]:
     if process.tracer:
         yield f"is traced by pid {process.tracer} (debugger, strace or profiler): detach it"
     for kind in _NESTED:
         own = namespace_of(process.pid, kind)
         if own is not None and own != reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
-    yield from _descriptors(process.pid)
-    yield from _mappings(process.pid)
+    yield from _descriptors(process.pid, gpus)
+    yield from _mappings(process.pid, gpus)
 
 
-def _descriptors(pid: int) -> Iterator[str]:
+def _descriptors(pid: int, gpus: bool) -> Iterator[str]:
     directory = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(directory)
@@ -81,6 +85,8 @@ def _descriptors(pid: int) -> Iterator[str]:
         try:
             target, status = os.readlink(path), os.stat(path)
         except OSError:
+            continue
+        if gpus and target.startswith(_NVIDIA):
             continue
         if target in _REFUSED_ANONYMOUS:
             yield f"descriptor {number} is an {_REFUSED_ANONYMOUS[target]}".replace("an p", "a p")
@@ -100,7 +106,7 @@ def _device(rdev: int) -> str | None:
     return ", whose state is not in the image"
 
 
-def _mappings(pid: int) -> Iterator[str]:
+def _mappings(pid: int, gpus: bool) -> Iterator[str]:
     seen: set[str] = set()
     try:
         with open(f"/proc/{pid}/maps", errors="replace") as file:
@@ -109,7 +115,7 @@ def _mappings(pid: int) -> Iterator[str]:
                 if not found:
                     continue
                 path = found[2]
-                if path in seen:
+                if path in seen or (gpus and path.startswith(_NVIDIA)):
                     continue
                 if path.startswith("anon_inode:[io_uring]"):
                     seen.add(path)

@@ -1,0 +1,86 @@
+"""What stands against the checkpoint of a GPU job, found before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpucr_hpc.capsule.processes import Process
+from gpucr_hpc.engine.cuda import processes as procfs
+from gpucr_hpc.engine.cuda.inventory import MINIMUM_DRIVER
+from gpucr_hpc.engine.cuda.node import GpuProcess, NodeGpus
+from gpucr_hpc.engine.preflight import Finding
+from gpucr_hpc.errors import CudaHostMemory
+from gpucr_hpc.units import format_bytes
+
+# Beside the copy, the driver and CRIU need some memory of their own.
+_RESERVE_BYTES = 512 << 20
+_OFF = ("", "0")
+
+
+def check(gpus: NodeGpus, processes: list[Process]) -> list[Finding]:
+    """Findings about the GPU processes and about those that hold a GPU without being one."""
+    if gpus.inventory is None:
+        return list(_holders(gpus, processes))
+    inventory, findings = gpus.inventory, list(_holders(gpus, processes))
+    first = gpus.processes[0] if gpus.processes else None
+    if first is not None:
+        if inventory.branch < MINIMUM_DRIVER:
+            what = f"NVIDIA driver {inventory.driver} cannot checkpoint, {MINIMUM_DRIVER} or newer can"
+            findings.append(_finding(first, what))
+        if any(gpu.mig for gpu in gpus.seen()):
+            findings.append(_finding(first, "runs on a GPU in MIG mode, which the driver cannot checkpoint"))
+        if inventory.mps:
+            findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
+    for process in gpus.processes:
+        findings += [_finding(process, what) for what in _peer_memory(process, len(gpus.processes))]
+    return findings
+
+
+def _finding(process: GpuProcess, what: str) -> Finding:
+    return Finding(process.nspid, process.name, what)
+
+
+def _holders(gpus: NodeGpus, processes: list[Process]) -> Iterator[Finding]:
+    """Processes with a device of the driver that have not initialized CUDA themselves."""
+    own = {p.pid for p in gpus.processes}
+    by_pid = {p.pid: p for p in processes}
+    for process in processes:
+        if process.pid in own or process.state in "ZX":
+            continue
+        held = next((path for _, path in procfs.devices(process.pid)), None)
+        if held is None:
+            continue
+        parent = by_pid.get(process.ppid)
+        if parent is not None and parent.pid in own:
+            what = (
+                f"was forked by {parent.name} (pid {parent.nspid}) after that had begun to use the GPU and holds {held}: "
+                'start such children before, or with multiprocessing\'s "spawn" or "forkserver"'
+            )
+        else:
+            what = f"holds {held} without CUDA (a monitor, OpenGL or Vulkan), which cannot be saved"
+        yield Finding(process.nspid, process.name, what)
+
+
+def _peer_memory(process: GpuProcess, processes: int) -> Iterator[str]:
+    """NCCL between processes of one node: with peer-to-peer or shared memory the driver's checkpoint succeeds, its
+    restore fails, and the job is lost. So it must be ruled out before."""
+    if processes < 2 or not procfs.maps_library(process.pid, "libnccl.so"):
+        return
+    env = procfs.environment(process.pid)
+    on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
+    if on:
+        yield (
+            "may share GPU memory with other processes through NCCL's fast transports, which cannot be restored: "
+            f"{' and '.join(f'{name}=1' for name in on)} would rule it out, at a much slower all-reduce"
+        )
+
+
+def check_memory(gpus: NodeGpus) -> None:
+    """Raise CudaHostMemory when the GPUs' content does not fit beside what the job uses."""
+    if not gpus.processes:
+        return
+    needed = sum(p.bytes for p in gpus.processes) + _RESERVE_BYTES
+    for process in gpus.processes:
+        free, where = procfs.free_memory(process.pid)
+        if free < needed:
+            raise CudaHostMemory(needed=format_bytes(needed), free=format_bytes(free), where=where)

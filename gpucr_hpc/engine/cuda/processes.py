@@ -1,0 +1,108 @@
+"""What /proc says of processes that use a GPU: no call of the driver, some milliseconds per process."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gpucr_hpc.capsule import cgroup
+from gpucr_hpc.capsule.processes import Process
+
+_CARD = re.compile(r"/dev/nvidia(\d+)")
+_UNLIMITED = 1 << 60  # cgroup v1 writes its lack of a limit as a huge number
+
+
+def devices(pid: int) -> Iterator[tuple[str, str]]:
+    """Descriptors and mappings of NVIDIA devices: ("descriptor 7", "/dev/nvidia0")."""
+    directory = f"/proc/{pid}/fd"
+    try:
+        numbers = os.listdir(directory)
+    except OSError:
+        numbers = []
+    for number in numbers:
+        try:
+            target = os.readlink(f"{directory}/{number}")
+        except OSError:
+            continue
+        if target.startswith("/dev/nvidia"):
+            yield f"descriptor {number}", target
+    for path in sorted({line for line in _mapped(pid) if line.startswith("/dev/nvidia")}):
+        yield "a mapping", path
+
+
+def _mapped(pid: int) -> Iterator[str]:
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            for line in file:
+                parts = line.split(None, 5)
+                if len(parts) == 6:
+                    yield parts[5].rstrip("\n")
+    except OSError:
+        return
+
+
+def maps_library(pid: int, name: str) -> bool:
+    """Whether a library whose file name begins with `name` is mapped."""
+    return any(path.rpartition("/")[2].startswith(name) for path in _mapped(pid))
+
+
+def candidates(processes: list[Process]) -> list[Process]:
+    """Processes that may have initialized CUDA: the driver's library is mapped. Whether they have, the driver says."""
+    return [p for p in processes if p.state not in "ZX" and maps_library(p.pid, "libcuda.so")]
+
+
+def cards(pid: int) -> list[int]:
+    """Minor numbers of the cards that a process has open; the driver opens all that it sees."""
+    found = {int(match[1]) for _, path in devices(pid) if (match := _CARD.fullmatch(path))}
+    return sorted(found)
+
+
+def environment(pid: int) -> dict[str, str]:
+    """Variables that a process was started with."""
+    try:
+        data = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in data.split(b"\0") if b"=" in item)
+    return {key.decode(errors="replace"): value.decode(errors="replace") for key, _, value in pairs}
+
+
+def free_memory(pid: int) -> tuple[int, str]:
+    """Bytes that a process could still take, and what bounds them: the node, or a control group's limit."""
+    found = (_available(), "on this node")
+    for controllers, path in cgroup.memberships(pid).items():
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        point = cgroup.mount_point(controllers)
+        if point is None:
+            continue
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = point / path.lstrip("/")
+        while group.is_relative_to(point):
+            left = _headroom(group, *names)
+            if left is not None and left < found[0]:
+                found = (left, f"within the job's memory limit ({group.name})")
+            group = group.parent
+    return found
+
+
+def _available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _headroom(group: Path, limit: str, usage: str) -> int | None:
+    """Bytes below a group's limit; cached file pages count as free, the kernel drops them first."""
+    try:
+        text = (group / limit).read_text().strip()
+        if text == "max" or int(text) > _UNLIMITED:
+            return None
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        return int(text) - int((group / usage).read_text()) + cached
+    except (OSError, ValueError):
+        return None
