@@ -1,0 +1,97 @@
+"""Run the cases on this machine, one after another, and print a table and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+from tests.gpu import cases, smoke
+from tests.gpu.rig import install
+
+
+def in_own_mounts(argv: list[str]) -> None:
+    """Run again with a private /run on tmpfs, where CRIU keeps what it has learned of the kernel."""
+    if os.environ.get("GPUCR_ACCEPTANCE_INSIDE"):
+        return
+    script = 'mkdir -p /run && mount -t tmpfs tmpfs /run && exec "$0" -m tests.gpu.acceptance "$@"'
+    env = dict(os.environ) | {"GPUCR_ACCEPTANCE_INSIDE": "1"}
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, sys.executable, *argv], env=env, check=False)
+    raise SystemExit(done.returncode)
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, object]]:
+    results: list[dict[str, object]] = []
+    ends = time.monotonic() + args.limit
+    gpus = cases.gpu_count() if not args.fake else 0
+    for name, (need, limit_s, work) in cases.CASES.items():
+        if args.only and not any(part in name for part in args.only.split(",")):
+            continue
+        fake = name.startswith("fake")
+        if fake != args.fake or need > gpus:
+            continue
+        left = ends - time.monotonic()
+        result: dict[str, object] = {"case": name}
+        start = time.monotonic()
+        if left < 20:
+            results.append({**result, "result": "no time", "seconds": 0})
+            continue
+        place = cases.Place(Path(args.base), args.criu, name)
+        try:
+            async with asyncio.timeout(min(limit_s, left)):
+                result["facts"] = await work(place, args)
+            result["result"] = "ok"
+        except Exception as error:
+            result["result"] = "FAILED"
+            result["why"] = f"{type(error).__name__}: {error}"[:1500]
+            if args.verbose:
+                traceback.print_exc()
+        finally:
+            await place.close()
+        result["seconds"] = round(time.monotonic() - start, 1)
+        results.append(result)
+        print(f"[{result['seconds']:>6} s] {name}: {result['result']} {result.get('why', '')}", flush=True)
+        print("   ", json.dumps(result.get("facts")), flush=True)
+    return results
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--criu", default="criu")
+    parser.add_argument("--tools", default="", help="folder made by scripts/gpu_bundle, to be installed first")
+    parser.add_argument("--base", default="/var/tmp/gpucr-acceptance", help="jobs and store; not below /tmp or /dev/shm")
+    parser.add_argument("--gib", type=float, default=20.0, help="GPU memory of the large case")
+    parser.add_argument("--rounds", type=int, default=10, help="moves of the distributed job")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for all")
+    parser.add_argument("--only", default="", help="parts of names, with commas")
+    parser.add_argument("--fake", action="store_true", help="the cases that need no card")
+    parser.add_argument("--smoke", action="store_true", help="say first what the machine has")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--json", default="", help="write the results there, too")
+    args = parser.parse_args()
+    in_own_mounts(sys.argv[1:])
+    if args.tools:
+        install(Path(args.tools))
+    subprocess.run([args.criu, "check"], check=False, capture_output=True)
+    shutil.rmtree(args.base, ignore_errors=True)
+    Path(args.base).mkdir(parents=True)
+    if args.smoke:
+        smoke.main(args.criu, 2.0)
+    results = asyncio.run(run(args))
+    width = max((len(str(r["case"])) for r in results), default=4)
+    for result in results:
+        print(f"{result['case']!s:<{width}}  {result['result']!s:<8} {result['seconds']!s:>6} s  {result.get('why', '')!s:.90}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1))
+    return 0 if all(r["result"] == "ok" for r in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

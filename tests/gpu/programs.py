@@ -1,0 +1,115 @@
+"""Small GPU programs; each appends to train.log in its working directory and ends by itself."""
+
+TRAIN = "exec {python} {root}/examples/pytorch_train.py {args} >>out 2>>err\n"
+
+# Managed memory, touched by both sides.
+MANAGED = """
+import ctypes, time, torch
+torch.zeros(1, device="cuda")
+lib = ctypes.CDLL("libcuda.so.1")
+p = ctypes.c_uint64()
+assert lib.cuMemAllocManaged_v2(ctypes.byref(p), ctypes.c_size_t(64 << 20), 1) == 0
+ctypes.memset(p.value, 7, 64 << 20)
+log = open("train.log", "a", buffering=1)
+for step in range(600):
+    assert lib.cuMemsetD8_v2(p, step % 200, ctypes.c_size_t(1 << 20)) == 0
+    torch.cuda.synchronize()
+    assert ctypes.string_at(p.value, 1)[0] == step % 200
+    log.write(f"{step}\\n")
+    time.sleep(0.05)
+log.write("passed\\n")
+"""
+
+# Children forked after CUDA was begun, as PyTorch's DataLoader does by default.
+LOADER = """
+import time, torch
+from torch.utils.data import DataLoader, Dataset
+class Rows(Dataset):
+    def __len__(self): return 100000
+    def __getitem__(self, i):
+        time.sleep(0.01)
+        return torch.full((8,), float(i))
+x = torch.ones(8, device="cuda")
+log = open("train.log", "a", buffering=1)
+for step, rows in enumerate(DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="CONTEXT")):
+    log.write(f"{step} {(rows.cuda() @ x).sum().item()}\\n")
+    if step == 400: break
+log.write("passed\\n")
+"""
+
+# A process that begins to use the GPU when it finds the file `now`, with a child of its own.
+LATE = """
+import os, subprocess, sys, time
+log = open("train.log", "a", buffering=1)
+while not os.path.exists("now"):
+    log.write("waits\\n")
+    time.sleep(0.05)
+subprocess.run([sys.executable, "-c", '''
+import time, torch
+x = torch.arange(1 << 20, device="cuda")
+log = open("train.log", "a", buffering=1)
+for step in range(300):
+    x += 1
+    log.write(f"{step} {x[0].item()}\\\\n")
+    time.sleep(0.02)
+log.write("passed\\\\n" if x[5].item() == 305 else "failed\\\\n")
+'''], check=True)
+"""
+
+# One kernel of two seconds after the other: a lock with a short limit meets work under way, then a gap.
+LONG_KERNELS = """
+import time, torch
+torch.zeros(1, device="cuda")
+log = open("train.log", "a", buffering=1)
+rate = 1_500_000_000
+for step in range(40):
+    torch.cuda._sleep(2 * rate)
+    torch.cuda.synchronize()
+    log.write(f"{step}\\n")
+    time.sleep(0.6)
+log.write("passed\\n")
+"""
+
+# Memory of the GPU taken by somebody else: GIB of it, until it is killed.
+HOG = """
+import sys, time, torch
+x = torch.empty(int(float(sys.argv[1]) * (1 << 30)), dtype=torch.uint8, device="cuda")
+print("holds", flush=True)
+time.sleep(3600)
+"""
+
+CUPY = """
+import time, cupy
+x = cupy.arange(1 << 24, dtype=cupy.float64)
+log = open("train.log", "a", buffering=1)
+for step in range(200):
+    x = cupy.sqrt(x * x + 1)
+    log.write(f"{step} {float(x.sum()).hex()}\\n")
+    time.sleep(0.02)
+log.write("passed\\n")
+"""
+
+JAX = """
+import time, jax, jax.numpy as jnp
+step_of = jax.jit(lambda x: jnp.sin(x @ x.T) + x)
+x = jax.random.normal(jax.random.key(1), (1024, 1024))
+log = open("train.log", "a", buffering=1)
+for step in range(200):
+    x = step_of(x)
+    log.write(f"{step} {float(x.sum()).hex()}\\n")
+    time.sleep(0.02)
+log.write("passed\\n")
+"""
+
+# No card: counts, holds "GPU memory", has a file named as the driver's library mapped.
+FAKE = """
+import mmap, time
+file = open("libcuda.so.fake", "w+b"); file.write(b"x" * 4096); file.flush()
+held = mmap.mmap(file.fileno(), 4096)
+memory = bytearray(b"g" * (32 << 20))
+log = open("train.log", "a", buffering=1)
+for step in range(STEPS):
+    log.write(f"{step} {memory[step]}\\n")
+    time.sleep(0.02)
+log.write("passed\\n")
+"""
