@@ -48,7 +48,7 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
             async with asyncio.timeout(min(limit_s, left)):
                 result["facts"] = await work(place, args)
             result["result"] = "ok"
-        except Exception as error:
+        except (Exception, BaseExceptionGroup) as error:
             result["result"] = "FAILED"
             result["why"] = f"{type(error).__name__}: {error}"[:1500]
             if args.verbose:
@@ -83,7 +83,7 @@ def main() -> int:
     shutil.rmtree(args.base, ignore_errors=True)
     Path(args.base).mkdir(parents=True)
     if args.smoke:
-        smoke.main(args.criu, 2.0)
+        smoke.main(args.criu, 0.5)
     results = asyncio.run(run(args))
     width = max((len(str(r["case"])) for r in results), default=4)
     for result in results:

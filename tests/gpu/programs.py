@@ -8,7 +8,7 @@ import ctypes, time, torch
 torch.zeros(1, device="cuda")
 lib = ctypes.CDLL("libcuda.so.1")
 p = ctypes.c_uint64()
-assert lib.cuMemAllocManaged_v2(ctypes.byref(p), ctypes.c_size_t(64 << 20), 1) == 0
+assert lib.cuMemAllocManaged(ctypes.byref(p), ctypes.c_size_t(64 << 20), 1) == 0
 ctypes.memset(p.value, 7, 64 << 20)
 log = open("train.log", "a", buffering=1)
 for step in range(600):
