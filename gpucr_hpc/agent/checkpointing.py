@@ -17,9 +17,9 @@ from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.remote import RemoteParticipant
 from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
+from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
-from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
 from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError

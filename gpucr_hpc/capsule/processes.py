@@ -44,6 +44,23 @@ def read_process(pid: int) -> Process | None:
         return None
 
 
+def highest_id(process: Process) -> int:
+    """The highest number, inside the namespace, of a process and its threads: threads have numbers of their own."""
+    found = process.nspid
+    try:
+        threads = os.listdir(f"/proc/{process.pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            text = Path(f"/proc/{process.pid}/task/{thread}/status").read_text(errors="replace")
+        except OSError:
+            continue
+        _, _, after = text.partition("NSpid:")
+        found = max(found, int(after.partition("\n")[0].split()[-1])) if after else found
+    return found
+
+
 def namespace_of(pid: int, kind: str) -> str | None:
     """Identity of a namespace of a process, such as "pid:[4026531836]"; None when it is gone."""
     try:

@@ -60,6 +60,7 @@ class Dump:
         Raises DumpFailed or an error of the worker; `undo` is to be called then.
         """
         capsule = self._capsule
+        self._log.unlink(missing_ok=True)  # of an earlier dump: its words would explain this one's failure
         await self._listen()
         argv = criu.enter_argv(
             capsule.init_pid,
@@ -77,15 +78,18 @@ class Dump:
         )
         ended = self._ended = asyncio.ensure_future(self._criu.communicate())
         arrived = asyncio.ensure_future(self._arrived.wait())
-        faults.reach("criu started")
-        done, _ = await asyncio.wait(
-            {ended, arrived}, timeout=self._config.dump_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        arrived.cancel()
+        try:
+            faults.reach("criu started")
+            done, _ = await asyncio.wait(
+                {ended, arrived}, timeout=self._config.dump_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            arrived.cancel()
         if not done:
             await self._worker.abandon()  # without its stream CRIU fails and undoes
             raise await self._failure(f"not done within {self._config.dump_timeout_s:.0f} s")
         if ended in done and not self._arrived.is_set():
+            await self._worker.call("check")  # a full store, say: CRIU only sees its stream break
             raise await self._failure("")
         streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
         await self._take_private_files()

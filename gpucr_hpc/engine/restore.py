@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule.capsule import Builder, Capsule
-from gpucr_hpc.capsule.processes import Process
+from gpucr_hpc.capsule.processes import Process, highest_id
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
 from gpucr_hpc.engine import criu
@@ -60,7 +60,7 @@ def tree_meta(capsule: Capsule, processes: list[Process]) -> dict[str, Any]:
     return {
         "root": capsule.root,
         "shepherd": shepherd,
-        "max_pid": max((p.nspid for p in processes), default=capsule.root),
+        "max_pid": max((highest_id(p) for p in processes), default=capsule.root),
         "processes": len(processes),
         "threads": sum(p.threads for p in processes),
     }

@@ -98,6 +98,11 @@ class Worker:
         assert self._capture is not None
         return self._capture.drain(timeout_s)
 
+    def do_check(self) -> None:
+        """Raise what went wrong on our side of the stream, if anything did."""
+        assert self._capture is not None
+        self._capture.check()
+
     def do_frozen_at(self) -> float | None:
         """Monotonic clock, in seconds, when every task had stopped."""
         assert self._capture is not None

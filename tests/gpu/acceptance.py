@@ -13,8 +13,10 @@ import time
 import traceback
 from pathlib import Path
 
-from tests.gpu import cases, smoke
+from tests.gpu import base, failures, fakes, single, smoke, speed, two
 from tests.gpu.rig import install
+
+__all__ = ["failures", "fakes", "single", "speed", "two"]  # their cases are registered by the import
 
 
 def in_own_mounts(argv: list[str]) -> None:
@@ -27,38 +29,47 @@ def in_own_mounts(argv: list[str]) -> None:
     raise SystemExit(done.returncode)
 
 
-async def run(args: argparse.Namespace) -> list[dict[str, object]]:
-    results: list[dict[str, object]] = []
-    ends = time.monotonic() + args.limit
-    gpus = cases.gpu_count() if not args.fake else 0
-    for name, (need, limit_s, work) in cases.CASES.items():
-        if args.only and not any(part in name for part in args.only.split(",")):
-            continue
-        fake = name.startswith("fake")
-        if fake != args.fake or need > gpus:
-            continue
-        left = ends - time.monotonic()
-        result: dict[str, object] = {"case": name}
-        start = time.monotonic()
-        if left < 20:
-            results.append({**result, "result": "no time", "seconds": 0})
-            continue
-        place = cases.Place(Path(args.base), args.criu, name)
-        try:
-            async with asyncio.timeout(min(limit_s, left)):
-                result["facts"] = await work(place, args)
-            result["result"] = "ok"
-        except (Exception, BaseExceptionGroup) as error:
-            result["result"] = "FAILED"
-            result["why"] = f"{type(error).__name__}: {error}"[:1500]
-            if args.verbose:
-                traceback.print_exc()
-        finally:
-            await place.close()
+async def one(name: str, chosen: base.Case, args: argparse.Namespace, ends: float) -> dict[str, object]:
+    """Run a case and say how it went; nothing of it is left behind."""
+    result: dict[str, object] = {"case": name, "result": "no time", "seconds": 0}
+    start = time.monotonic()
+    if ends - start < 20:
+        return result
+    place = base.Place(Path(args.base), args.criu, name)
+    try:
+        async with asyncio.timeout(min(chosen.limit_s, ends - start)):
+            result["facts"] = await chosen.work(place, args)
+        result["result"] = "ok"
+    except Exception as error:
+        result["result"] = "FAILED"
+        result["why"] = f"{type(error).__name__}: {error}"[:1500]
+        if args.verbose:
+            traceback.print_exc()
+    finally:
         result["seconds"] = round(time.monotonic() - start, 1)
-        results.append(result)
-        print(f"[{result['seconds']:>6} s] {name}: {result['result']} {result.get('why', '')}", flush=True)
-        print("   ", json.dumps(result.get("facts")), flush=True)
+        await place.close()
+    print(f"[{result['seconds']!s:>6} s] {name}: {result['result']} {result.get('why', '')}", flush=True)
+    print("   ", json.dumps(result.get("facts")), flush=True)
+    return result
+
+
+async def run(args: argparse.Namespace) -> list[dict[str, object]]:
+    """Cases that may run beside others first, all at once; then the others one by one."""
+    ends = time.monotonic() + args.limit
+    gpus = base.gpu_count() if not args.fake else 0
+    wanted = {
+        name: chosen
+        for name, chosen in base.CASES.items()
+        if (not args.only or any(part in name for part in args.only.split(",")))
+        and not any(part in name for part in args.skip.split(",") if part)
+        and (chosen.gpus == 0) == args.fake
+        and chosen.gpus <= gpus
+    }
+    beside = [one(name, chosen, args, ends) for name, chosen in wanted.items() if chosen.beside]
+    results = list(await asyncio.gather(*beside))
+    for name, chosen in wanted.items():
+        if not chosen.beside:
+            results.append(await one(name, chosen, args, ends))
     return results
 
 
@@ -71,6 +82,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=10, help="moves of the distributed job")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for all")
     parser.add_argument("--only", default="", help="parts of names, with commas")
+    parser.add_argument("--skip", default="", help="parts of names, with commas")
     parser.add_argument("--fake", action="store_true", help="the cases that need no card")
     parser.add_argument("--smoke", action="store_true", help="say first what the machine has")
     parser.add_argument("--verbose", action="store_true")
@@ -85,6 +97,7 @@ def main() -> int:
     if args.smoke:
         smoke.main(args.criu, 0.5)
     results = asyncio.run(run(args))
+    print()
     width = max((len(str(r["case"])) for r in results), default=4)
     for result in results:
         print(f"{result['case']!s:<{width}}  {result['result']!s:<8} {result['seconds']!s:>6} s  {result.get('why', '')!s:.90}")

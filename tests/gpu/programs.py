@@ -29,12 +29,13 @@ class Rows(Dataset):
     def __getitem__(self, i):
         time.sleep(0.01)
         return torch.full((8,), float(i))
-x = torch.ones(8, device="cuda")
-log = open("train.log", "a", buffering=1)
-for step, rows in enumerate(DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="CONTEXT")):
-    log.write(f"{step} {(rows.cuda() @ x).sum().item()}\\n")
-    if step == 400: break
-log.write("passed\\n")
+if __name__ == "__main__":
+    x = torch.ones(8, device="cuda")
+    log = open("train.log", "a", buffering=1)
+    for step, rows in enumerate(DataLoader(Rows(), batch_size=4, num_workers=2, multiprocessing_context="CONTEXT")):
+        log.write(f"{step} {(rows.cuda() @ x).sum().item()}\\n")
+        if step == 400: break
+    log.write("passed\\n")
 """
 
 # A process that begins to use the GPU when it finds the file `now`, with a child of its own.
@@ -66,7 +67,7 @@ for step in range(40):
     torch.cuda._sleep(2 * rate)
     torch.cuda.synchronize()
     log.write(f"{step}\\n")
-    time.sleep(0.6)
+    time.sleep(0.1)
 log.write("passed\\n")
 """
 

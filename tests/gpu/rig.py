@@ -29,7 +29,6 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import Geometry, build, namespace_processes
 from gpucr_hpc.capsule.capsule import Identity
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
-from gpucr_hpc.coordinator.checkpoint import Budget
 from gpucr_hpc.image.keys import generate_keys
 from gpucr_hpc.wire import Frame, Type, make
 
@@ -102,6 +101,7 @@ class Job:
         os.chown(self.folder, USER, USER)
         self.job: ProtectedJob | None = None
         self.report: dict[str, Any] = {}
+        self.gpu_s: dict[str, float] = {}
 
     @property
     def protected(self) -> ProtectedJob:
@@ -170,7 +170,16 @@ class Job:
         start = time.monotonic()
         report = await checkpointing.checkpoint(job, "acceptance", leave=leave, info=info)
         self.report = {**report, "wall_s": round(time.monotonic() - start, 3)}
+        self.gpu_s = await self._gpu_s()
         return self.report
+
+    async def _gpu_s(self) -> dict[str, float]:
+        """What the newest manifest says of the driver's part."""
+        job = self.protected
+        async with job.worker() as worker:
+            candidates, _ = await Catalog(job.context, worker, job.store_root).candidates(job.job, job.uid)
+        gpu = candidates[0].meta["ranks"][0]["gpu"] if candidates else None
+        return dict(gpu["took_s"]) if gpu else {}
 
     async def restore(self, env: Mapping[str, str]) -> dict[str, float]:
         """From the newest checkpoint; seconds of each phase."""

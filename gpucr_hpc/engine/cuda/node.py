@@ -35,6 +35,7 @@ from gpucr_hpc.errors import (
     HostError,
 )
 from gpucr_hpc.log import Log
+from gpucr_hpc.units import format_bytes
 
 log = Log(__name__)
 
@@ -166,9 +167,17 @@ class NodeGpus:
     async def checkpoint(self) -> None:
         """Copy GPU memory to the host, all processes at once; they must be locked and not stopped."""
         start = time.monotonic()
-        await self._all(lambda p: self._call(p, "checkpoint", self.limit_s(p)))
+        await self._all(self._checkpoint)
         self.took_s["checkpoint"] = round(time.monotonic() - start, 3)
         faults.reach("gpu checkpointed")
+
+    async def _checkpoint(self, process: GpuProcess) -> None:
+        try:
+            await self._call(process, "checkpoint", self.limit_s(process))
+        except CudaNotSupported as error:
+            if procfs.maps_managed_memory(process.pid):
+                error.fields["reason"] = f"it uses managed memory (cudaMallocManaged); {error.fields['reason']}"
+            raise
 
     def verify(self, processes: Sequence[Process]) -> None:
         """Raise when a process of the capsule still holds a device: CRIU would refuse it, or lose what is behind it."""
@@ -233,10 +242,22 @@ class NodeGpus:
             try:
                 await self._call(process, "restore", self.limit_s(process), gpus=gpus)
                 return
-            except CudaMemoryTaken:
+            except (CudaMemoryTaken, CudaCallFailed) as error:
+                taken = await self._memory_taken(process, error)
                 if time.monotonic() > deadline or await self._state(process) is not State.CHECKPOINTED:
+                    raise taken or error from None
+                if taken is None:
                     raise
                 await asyncio.sleep(1.0)
+
+    async def _memory_taken(self, process: GpuProcess, error: CudaError) -> CudaMemoryTaken | None:
+        """Whether a restore failed for lack of GPU memory: the driver says so in several ways, 304 among them."""
+        table = await self._worker(process.pid).call("inventory", _START_LIMIT_S)
+        free = [(g.memory_bytes - g.used_bytes, g.index) for g in Inventory.from_dict(table).gpus]
+        if isinstance(error, CudaMemoryTaken) or not free or min(free)[0] >= process.bytes:
+            return error if isinstance(error, CudaMemoryTaken) else None
+        most = f"GPU {min(free)[1]} has {format_bytes(min(free)[0])} free, {format_bytes(process.bytes)} are needed"
+        return CudaMemoryTaken(pid=process.nspid, reason=f"{most}; {error.fields['reason']}")
 
     async def go(self) -> None:
         """Let all run after `restore`, and see that they do: raises what the driver says otherwise."""

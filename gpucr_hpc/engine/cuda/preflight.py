@@ -31,8 +31,9 @@ def check(gpus: NodeGpus, processes: list[Process]) -> list[Finding]:
             findings.append(_finding(first, "runs on a GPU in MIG mode, which the driver cannot checkpoint"))
         if inventory.mps:
             findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
-    for process in gpus.processes:
-        findings += [_finding(process, what) for what in _peer_memory(process, len(gpus.processes))]
+    ranks = [p for p in gpus.processes if procfs.maps_library(p.pid, "libnccl.so") and procfs.listens(p.pid)]
+    if len(ranks) > 1:
+        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process)]
     return findings
 
 
@@ -61,11 +62,9 @@ def _holders(gpus: NodeGpus, processes: list[Process]) -> Iterator[Finding]:
         yield Finding(process.nspid, process.name, what)
 
 
-def _peer_memory(process: GpuProcess, processes: int) -> Iterator[str]:
+def _peer_memory(process: GpuProcess) -> Iterator[str]:
     """NCCL between processes of one node: with peer-to-peer or shared memory the driver's checkpoint succeeds, its
     restore fails, and the job is lost. So it must be ruled out before."""
-    if processes < 2 or not procfs.maps_library(process.pid, "libnccl.so"):
-        return
     env = procfs.environment(process.pid)
     on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
     if on:

@@ -11,6 +11,8 @@ from gpucr_hpc.capsule import cgroup
 from gpucr_hpc.capsule.processes import Process
 
 _CARD = re.compile(r"/dev/nvidia(\d+)")
+_HIGH = 16 << 30
+_LISTEN = "0A"  # state of a socket in /proc/net/tcp
 _UNLIMITED = 1 << 60  # cgroup v1 writes its lack of a limit as a huge number
 
 
@@ -46,6 +48,38 @@ def _mapped(pid: int) -> Iterator[str]:
 def maps_library(pid: int, name: str) -> bool:
     """Whether a library whose file name begins with `name` is mapped."""
     return any(path.rpartition("/")[2].startswith(name) for path in _mapped(pid))
+
+
+def maps_managed_memory(pid: int) -> bool:
+    """A guess, for the wording of an error: managed memory is mapped from nvidia-uvm high in the address space, while
+    the driver's own ranges there are in the first 16 GiB. Seen with driver 580."""
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            return any(
+                line.rstrip().endswith("/dev/nvidia-uvm") and int(line.partition("-")[0], 16) >= _HIGH for line in file
+            )
+    except OSError:
+        return False
+
+
+def listens(pid: int) -> bool:
+    """Whether a process has a listening TCP socket, or a Unix socket of NCCL's: every rank of a communicator has."""
+    inodes = set()
+    directory = f"/proc/{pid}/fd"
+    try:
+        for number in os.listdir(directory):
+            target = os.readlink(f"{directory}/{number}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+        for name in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+                parts = line.split()
+                if parts[3] == _LISTEN and parts[9] in inodes:
+                    return True
+        lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+    except OSError:
+        return True  # not known: taken for one
+    return any("nccl" in line and line.split()[6] in inodes for line in lines)
 
 
 def candidates(processes: list[Process]) -> list[Process]:

@@ -1,20 +1,18 @@
-"""The cases of scripts/gpu_acceptance. Each gets a place of its own and returns facts, or raises."""
+"""What the cases of scripts/gpu_acceptance share. Each gets a place of its own and returns facts, or raises."""
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.config import CudaConfig
-from gpucr_hpc.engine.cuda import client
 from tests.gpu import programs
 from tests.gpu.rig import Job, Rig
 
@@ -26,14 +24,27 @@ PYTHON = "/usr/bin/python3" if sys.executable.startswith("/tmp/") else sys.execu
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 Work = Callable[["Place", argparse.Namespace], Awaitable[dict[str, Any]]]
-CASES: dict[str, tuple[int, float, Work]] = {}
 
 
-def case(name: str, *, gpus: int = 1, limit_s: float = 120.0) -> Callable[[Work], Work]:
-    """Register a case: how many cards it needs and how long it may take."""
+@dataclass(frozen=True)
+class Case:
+    """gpus: cards that it needs. beside: may run at the same time as others of that kind."""
+
+    gpus: int
+    limit_s: float
+    beside: bool
+    work: Work
+
+
+CASES: dict[str, Case] = {}
+_numbers = itertools.count(100)
+
+
+def case(name: str, *, gpus: int = 1, limit_s: float = 120.0, beside: bool = False) -> Callable[[Work], Work]:
+    """Register a case under a name."""
 
     def register(work: Work) -> Work:
-        CASES[name] = (gpus, limit_s, work)
+        CASES[name] = Case(gpus, limit_s, beside, work)
         return work
 
     return register
@@ -54,8 +65,8 @@ class Place:
         self.jobs: list[Job] = []
         self.children: list[subprocess.Popen[str]] = []
 
-    def job(self, number: int) -> Job:
-        job = Job(self.rig, number)
+    def job(self) -> Job:
+        job = Job(self.rig, next(_numbers))
         self.jobs.append(job)
         return job
 
@@ -111,58 +122,9 @@ def steps(job: Job, name: str = "train.log") -> list[str]:
     return lines
 
 
-# --- without a card -------------------------------------------------------------------------------------------------
-
-
-def fake(place: Place, inject: str = "") -> Path:
-    """Let the workers load the fake driver; its directory."""
-    directory = place.base / "driver"
-    directory.mkdir(exist_ok=True)
-    if inject:
-        (directory / "inject").write_text(inject)
-    os.environ[client.FAKE_VARIABLE] = str(directory)
-    return directory
-
-
-@case("fake: leave running, move, and every injected failure", gpus=0, limit_s=120)
-async def fake_all(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
-    directory = fake(place)
-    place.cuda(copy_limit_s=2.0)
-    job = place.job(101)
-    await python(job, programs.FAKE.replace("STEPS", "2000"), GPUCR_FAKE_GPU="a")
-    await job.advances()
-    await job.checkpoint(leave=False)
-    await job.advances()
-    for inject, refused in (
-        ("lock 600 2\n", False),
-        ("checkpoint hang\n", True),
-        ("checkpoint die\n", True),
-        ("checkpoint 999\n", True),
-        ("lock die\n", True),
-    ):
-        (directory / "inject").write_text(inject)
-        try:
-            await job.checkpoint(leave=False)
-            failed = False
-        except Exception as error:
-            print("     ", inject.strip(), "->", error)
-            failed = True
-        assert failed == refused, inject
-        await job.advances()
-        assert (directory / "state-a").read_text() == "RUNNING", inject
-    await job.checkpoint(leave=True)
-    assert (directory / "state-a").read_text() == "CHECKPOINTED"
-    await job.restore(environment())
-    await passed(job, 60)
-    steps(job)
-    return {"journal": len((directory / "journal").read_text().splitlines())}
-
-
-# --- one card -------------------------------------------------------------------------------------------------------
-
-async def reference(place: Place, args: str, number: int, **env: str) -> Job:
-    """An undisturbed run of the same training, outside of any capsule's way: it is a job like the other."""
-    job = place.job(number)
+async def reference(place: Place, args: str, **env: str) -> Job:
+    """An undisturbed run of the same training: a job like the other, but left alone."""
+    job = place.job()
     await job.start(train(args), environment(**env))
     return job
 
@@ -170,24 +132,13 @@ async def reference(place: Place, args: str, number: int, **env: str) -> Job:
 def phases(job: Job) -> dict[str, Any]:
     """Seconds and bytes of the last checkpoint."""
     wanted = ("wall_s", "phases_s", "bytes_plain", "bytes_stored")
-    return {k: v for k, v in job.report.items() if k in wanted}
+    return {k: v for k, v in job.report.items() if k in wanted} | {"gpu_s": job.gpu_s}
 
 
-@case("one card, small: runs on after a checkpoint, then moves", limit_s=150)
-async def small(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
-    args = "--log train.log --steps 500 --gib 1 --pause 0.05"
-    whole = await reference(place, args, 200)
-    job = place.job(201)
-    await job.start(train(args), environment())
-    await job.advances(limit_s=90)
-    await job.checkpoint(leave=False)
-    first = phases(job)
-    await job.advances()
-    await job.checkpoint(leave=True)
-    second = phases(job)
-    back = await job.restore(environment())
-    await job.advances()
-    await passed(job, 60)
-    await passed(whole, 60)
-    assert steps(job) == steps(whole), "the losses differ from an undisturbed run"
-    return {"stays": first, "leaves": second, "back": back}
+async def refused(job: Job, *, leave: bool = False, limit_s: float = 600.0) -> str:
+    """A checkpoint that must not come about; its reason. The job runs on, by the caller's check."""
+    try:
+        await job.checkpoint(leave=leave, limit_s=limit_s)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("the checkpoint was taken")
