@@ -3,9 +3,9 @@
     python3 pytorch_train.py --log train.log --steps 200            one GPU
     WORLD_SIZE=2 RANK=0 ... python3 pytorch_train.py ...            several, by DistributedDataParallel and NCCL
 
-Nothing in it knows of checkpoints. Each step appends its loss, in full precision, to the log: a run that was moved has the
-same log as one that was not. --gib fills GPU memory with random bytes whose sum is taken at the start and at the end.
-With --check the training is run again at the end, in the same process, and the losses are compared.
+Nothing in it knows of checkpoints. Each step appends its loss, in full precision, to the log: a run that was moved has
+the same log as one that was not. --gib fills GPU memory with random bytes whose sum is taken at the start and at the
+end. With --check the training is run again at the end, in the same process, and the losses are compared.
 """
 
 from __future__ import annotations

@@ -74,10 +74,13 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class CudaConfig:
-    """GPUs. driver: how the driver is called: "auto", "bindings" (cuda.bindings), "ctypes", or "off" to take no care of
+    """GPUs.
+
+    driver: how it is called: cuda.bindings, ctypes, the first that is there, or not at all: "off" takes no care of
     GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to rest; short, since a rank that waits in
-    a collective for a locked one never does. copy_limit_s, copy_limit_s_per_gib: time limit of a copy between GPU and
-    host. memory_wait_s: how long a restore waits for GPU memory that another program holds.
+    a collective for a locked one never does. copy_limit_s: time limit of a copy between GPU and host, to which is
+    added, for each GiB of it, copy_limit_s_per_gib: seconds. memory_wait_s: how long a restore waits for GPU memory
+    that another program holds.
     """
 
     driver: str = "auto"

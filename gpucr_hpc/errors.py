@@ -163,7 +163,7 @@ class CudaNotSupported(CudaError):
     """pid {pid}: {call} is refused by the driver for this process: {reason}"""
 
     exit_code = 33
-    hint = "see docs/gpu.md: peer memory (NCCL over NVLink or shared memory), managed memory, MIG and MPS cannot be saved"
+    hint = "peer memory (NCCL over NVLink), managed memory, MIG and MPS cannot be saved: docs/gpu.md"
 
 
 class CudaCallFailed(CudaError):

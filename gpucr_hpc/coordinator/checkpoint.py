@@ -126,7 +126,7 @@ async def _hold_gpus(participants: Sequence[Participant], budget: Budget) -> Non
     for attempt in itertools.count(1):
         tasks = [asyncio.ensure_future(p.gpu_lock()) for p in participants]
         try:
-            # None is cut off: each ends by its own short limit, and a lock that was cut off is held by nobody knows whom.
+            # None is cut off: each ends by its own short limit, and nobody knows who holds a lock that was cut off.
             results = await _within(asyncio.gather(*tasks, return_exceptions=True), "gpu_lock", budget)
         finally:
             for task in tasks:

@@ -77,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--criu", default="criu")
     parser.add_argument("--tools", default="", help="folder made by scripts/gpu_bundle, to be installed first")
-    parser.add_argument("--base", default="/var/tmp/gpucr-acceptance", help="jobs and store; not below /tmp or /dev/shm")
+    parser.add_argument("--base", default="/var/tmp/gpucr-acceptance", help="jobs and store; not below /tmp")
     parser.add_argument("--gib", type=float, default=20.0, help="GPU memory of the large case")
     parser.add_argument("--rounds", type=int, default=10, help="moves of the distributed job")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds for all")
@@ -100,7 +100,8 @@ def main() -> int:
     print()
     width = max((len(str(r["case"])) for r in results), default=4)
     for result in results:
-        print(f"{result['case']!s:<{width}}  {result['result']!s:<8} {result['seconds']!s:>6} s  {result.get('why', '')!s:.90}")
+        print(f"{result['case']!s:<{width}}  {result['result']!s:<8} {result['seconds']!s:>6} s", end="")
+        print(f"  {result.get('why', '')!s:.90}")
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1))
     return 0 if all(r["result"] == "ok" for r in results) else 1

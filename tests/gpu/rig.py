@@ -1,7 +1,7 @@
 """One node without Slurm: jobs in real capsules, checkpointed and restored by the agent's own code.
 
-What is the product's: capsule, shepherd, preflight, participant, coordinator, CRIU, driver workers, store, manifest, restore.
-What is not there: slurmctld, slurmd, supervisors. A stand-in for the batch supervisor takes the agent's words.
+What is the product's: capsule, shepherd, preflight, participant, coordinator, CRIU, driver workers, store, manifest,
+restore. What is not there: slurmctld, slurmd, supervisors. A stand-in for the batch supervisor takes the agent's words.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Supervisor:
     said: list[str] = field(default_factory=list)
     hello: Frame = field(default_factory=lambda: make(Type.HELLO, JOB="1"))
 
-    async def attach(self, socket: str, message: str, *, restored: bool) -> None:
+    async def attach(self, socket: str, message: str, *, restored: bool) -> None:  # noqa: ARG002
         self.said.append(message)
 
     async def print(self, message: str) -> None:

@@ -38,14 +38,15 @@ def sh(command: str, limit_s: float = 30) -> str:
 
 def machine(criu: str) -> None:
     sh("id; uname -r; nproc; free -g | head -2; grep Cap /proc/self/status; stat -f -c %T /run /tmp /dev/shm /")
-    sh("nvidia-smi -L; nvidia-smi --query-gpu=driver_version,persistence_mode,mig.mode.current,memory.used --format=csv")
+    sh("nvidia-smi -L; nvidia-smi --query-gpu=driver_version,persistence_mode,mig.mode.current --format=csv")
     sh("ls -la /dev/nvidia* /dev/nvidia-caps 2>&1 | head -20; cat /proc/driver/nvidia/gpus/*/information")
-    sh("mount | grep -E 'cgroup|/run|nvidia|overlay' | head -20; cat /proc/self/cgroup; cat /sys/kernel/mm/transparent_hugepage/enabled")
-    sh(f"ls -ld $(dirname $(realpath {sys.executable})); sys={sys.executable}; realpath $sys; which tar nft nsenter ip bash")
-    sh(f"setpriv --reuid 65534 --regid 65534 --clear-groups {sys.executable} -c 'import torch; print(torch.__version__)'", 90)
+    sh("mount | grep -E 'cgroup|/run|nvidia|overlay' | head; cat /proc/self/cgroup")
+    sh(f"cat /sys/kernel/mm/transparent_hugepage/enabled; realpath {sys.executable}; which tar nft nsenter ip bash")
+    as_nobody = "setpriv --reuid 65534 --regid 65534 --clear-groups"
+    sh(f"{as_nobody} {sys.executable} -c 'import torch; print(torch.__version__)'", 90)
     sh(f"{criu} --version; {criu} check; echo status $?")
     sh("nft list tables; echo status $?; ls /proc/sys/kernel/ns_last_pid; df -h / /tmp /dev/shm /run | cat")
-    sh("numactl -H 2>/dev/null | head -5; lscpu | grep -E 'Model name|NUMA|^CPU\\(s\\)'; cat /etc/resolv.conf | head -3")
+    sh("numactl -H 2>/dev/null | head -5; lscpu | grep -E 'Model name|NUMA|^CPU\\(s\\)'")
 
 
 def started(program: str, *args: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -80,6 +81,7 @@ def driver(gib: float) -> None:
     print(f"ctypes loaded [{time.monotonic() - start:.3f} s]")
     start = time.monotonic()
     bindings = BindingsDriver()
+    nowhere = "GPU-11111111-1111-1111-1111-111111111111"
     print(f"bindings loaded [{time.monotonic() - start:.3f} s]")
     timed("inventory", inventory.read)
     child = started(PLAIN, str(gib))
@@ -87,7 +89,7 @@ def driver(gib: float) -> None:
     timed("own process has_cuda before cuInit", lambda: ctyped.has_cuda(os.getpid()))
     timed("shell has_cuda", lambda: ctyped.has_cuda(os.getppid()))
     uuids = [gpu.uuid for gpu in inventory.read().gpus]
-    for name, d in (("ctypes", ctyped),):
+    for name, d in (("ctypes", ctyped), ("bindings", bindings)):
         print(name)
         for what, call in (
             ("has_cuda", lambda d=d: d.has_cuda(child.pid)),
@@ -105,7 +107,7 @@ def driver(gib: float) -> None:
             ("unlock", lambda d=d: d.unlock(child.pid)),
             ("lock", lambda d=d: d.lock(child.pid, 500)),
             ("checkpoint", lambda d=d: d.checkpoint(child.pid)),
-            ("restore, wrong map", lambda d=d: d.restore(child.pid, {uuids[0]: "GPU-" + "1" * 8 + "-1111" * 3 + "-" + "1" * 12})),
+            ("restore, wrong map", lambda d=d: d.restore(child.pid, {uuids[0]: nowhere})),
             ("restore, identity map", lambda d=d: d.restore(child.pid, {u: u for u in uuids})),
             ("unlock", lambda d=d: d.unlock(child.pid)),
             ("state", lambda d=d: d.state(child.pid)),

@@ -16,6 +16,7 @@ from gpucr_hpc.errors import GpucrError
 AREAS = {
     errors.HostError: range(10, 20),
     errors.SlurmError: range(20, 30),
+    errors.CudaError: range(30, 40),
     errors.CriuError: range(40, 50),
     errors.ImageError: range(50, 60),
     errors.StoreError: range(60, 70),

@@ -1,8 +1,8 @@
 """The driver's checkpoint calls, thin and typed. Only a worker process loads this: a call can hang for good.
 
-Two ways to the same six functions of libcuda.so.1. `cuda.bindings` (extra `gpu`) is taken when it is installed. Without it
-ctypes is: the agent runs under the distribution's Python, for which no package of these bindings exists, and their major
-version must match the driver's, while the functions are few and their argument structures fixed at 64 bytes.
+Two ways to the same six functions of libcuda.so.1. `cuda.bindings` (extra `gpu`) is taken when it is installed, ctypes
+when not: the agent runs under the distribution's Python, for which no package of these bindings exists, and their
+major version must match the driver's, while the functions are few and their argument structures fixed at 64 bytes.
 Source: CUDA driver API 13.0, "Coredump and process checkpointing"; cuda.h.
 """
 

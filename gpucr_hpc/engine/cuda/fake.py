@@ -1,8 +1,9 @@
 """A driver without a card, for tests: a state machine that refuses a wrong order and fails as it is told.
 
 Its directory holds `gpus.json` (an Inventory, optional), one file of state for each process, and `inject`: lines of
-`CALL WHAT [COUNT]`, each taken off when it has acted COUNT times (1). CALL is lock, checkpoint, restore, unlock, state or
-look; WHAT is a number (the call returns this CUresult), `hang`, `die` (the worker), or `fail` (the process goes to FAILED).
+`CALL WHAT [COUNT]`, each taken off when it has acted COUNT times (1). CALL is lock, checkpoint, restore, unlock, state
+or look; WHAT is a number (the call returns this CUresult), `hang`, `die` (the worker), or `fail` (the process goes to
+FAILED).
 A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid.
 """
 
@@ -54,7 +55,7 @@ class FakeDriver:
         with self._held():
             return self._read(pid)
 
-    def lock(self, pid: int, timeout_ms: int) -> None:
+    def lock(self, pid: int, timeout_ms: int) -> None:  # noqa: ARG002 - what is busy, `inject` says
         self._step("lock", pid, {State.RUNNING}, State.LOCKED)
 
     def checkpoint(self, pid: int) -> None:

@@ -148,7 +148,7 @@ def complete_map(
     """UUIDs of every card that the processes saw, to those of this node; empty when all stay where they are.
 
     old_given, new_given: UUIDs of the job's own cards then and now, in the job's order: the n-th goes to the n-th. The
-    driver wants the others named, too, although the job does not use them: each keeps its card, or gets one that is left.
+    driver wants the others named, too, although the job does not use them: each keeps its own, or gets one of the rest.
     Raises CudaMapImpossible when there are too few, or of another type.
     """
     names = {gpu.uuid: gpu.name for gpu in (*old, *new)}

@@ -1,8 +1,8 @@
 """The GPU processes of one capsule on this node, through one checkpoint or restore.
 
-Order: find, lock (all ranks of the job, on every node, before any network is locked), checkpoint, verify, then CRIU. The
-way back from anywhere is `resume`: it asks the driver for the state of each process and leads it to RUNNING, so it does
-not matter what failed, or which agent had begun. One worker process for each GPU process, so all of them work at once.
+Order: find, lock (all ranks of the job, on every node, before any network is locked), checkpoint, verify, then CRIU.
+The way back from anywhere is `resume`: it asks the driver for the state of each process and leads it to RUNNING, so it
+does not matter what failed, or which agent had begun. One worker process for each GPU process: all work at once.
 """
 
 from __future__ import annotations

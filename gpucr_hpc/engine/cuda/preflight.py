@@ -54,8 +54,8 @@ def _holders(gpus: NodeGpus, processes: list[Process]) -> Iterator[Finding]:
         parent = by_pid.get(process.ppid)
         if parent is not None and parent.pid in own:
             what = (
-                f"was forked by {parent.name} (pid {parent.nspid}) after that had begun to use the GPU and holds {held}: "
-                'start such children before, or with multiprocessing\'s "spawn" or "forkserver"'
+                f"was forked by {parent.name} (pid {parent.nspid}) after that had begun to use the GPU and holds "
+                f'{held}: start such children before, or with multiprocessing\'s "forkserver" or "spawn"'
             )
         else:
             what = f"holds {held} without CUDA (a monitor, OpenGL or Vulkan), which cannot be saved"

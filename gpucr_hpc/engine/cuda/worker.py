@@ -1,8 +1,8 @@
 """The process that calls the driver, for one GPU process of a job: a call that hangs is ended with it.
 
-Started by client.CudaWorker. Orders come as lines of JSON on stdin, {"do": verb, ...}; each is answered on the descriptor
-of argv[1] by {"ok": ...} or {"error": {"id": class, "fields": {...}}}. When the agent dies stdin ends, and so does this
-process; what state a GPU process is in is looked up by the next agent, never remembered.
+Started by client.CudaWorker. Orders come as lines of JSON on stdin, {"do": verb, ...}; each is answered on the
+descriptor of argv[1] by {"ok": ...} or {"error": {"id": class, "fields": {...}}}. When the agent dies stdin ends, and
+so does this process; what state a GPU process is in is looked up by the next agent, never remembered.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from typing import ClassVar
 
 import pytest
 
+from gpucr_hpc.coordinator import checkpoint as coordinator
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings, checkpoint
-from gpucr_hpc.errors import DeadlineExceeded, GpucrError
+from gpucr_hpc.errors import CutNotPossible, DeadlineExceeded, GpucrError
 
-PHASES = ("prepare", "lock", "capture")
+PHASES = ("prepare", "gpu_lock", "lock", "capture")
 
 
 class Node:
@@ -19,7 +20,8 @@ class Node:
 
     ORDER: ClassVar = {
         "prepare": ("new",),
-        "lock": ("prepare",),
+        "gpu_lock": ("prepare",),
+        "lock": ("gpu_lock",),
         "capture": ("lock",),
         "commit": ("capture",),
         "finish": ("capture", "commit"),
@@ -28,6 +30,7 @@ class Node:
     def __init__(self, name: str, journal: list[str], fail: str = "", hang: str = "") -> None:
         self.name, self.journal, self.fail, self.hang = name, journal, fail, hang
         self.state = "new"
+        self.busy = 0
         self.reached: set[str] = set()
 
     async def _phase(self, phase: str) -> None:
@@ -44,6 +47,18 @@ class Node:
 
     async def prepare(self) -> None:
         await self._phase("prepare")
+
+    async def gpu_lock(self) -> None:
+        if self.busy:
+            self.busy -= 1
+            self.journal.append(f"{self.name} busy")
+            raise CutNotPossible(job="7", reason=f"{self.name} is busy")
+        await self._phase("gpu_lock")
+
+    async def gpu_unlock(self) -> None:
+        assert self.state in ("prepare", "gpu_lock", "in gpu_lock"), self.state
+        self.journal.append(f"{self.name} gpu_unlock")
+        self.state = "prepare"
 
     async def lock(self) -> None:
         await self._phase("lock")
@@ -111,9 +126,9 @@ class Case:
 
 def test_every_node_reaches_a_phase_before_the_next():
     journal = Case().run()
-    captured = ["a prepare", "b prepare", "a lock", "b lock", "a capture", "b capture"]
-    assert [*captured, "publish", "a commit", "b commit", "leave"] == journal[:10]
-    assert {"a finish", "b finish"} == set(journal[10:])
+    captured = [f"{node} {phase}" for phase in PHASES for node in "ab"]
+    assert [*captured, "publish", "a commit", "b commit", "leave"] == journal[:12]
+    assert {"a finish", "b finish"} == set(journal[12:])
 
 
 def test_staying_job_is_not_requeued():
@@ -138,7 +153,36 @@ def test_failure_of_a_node_undoes_all_in_reverse(fault):
     assert ["b undo", "a undo"] == case.journal[-2:]
     assert {"publish", "leave"}.isdisjoint(case.journal)
     later = PHASES[PHASES.index(fault[2:]) + 1 :]
-    assert not [line for line in case.journal if line.endswith(later)], "no node goes on to a later phase"
+    assert not [line for line in case.journal if line[2:] in later], "no node goes on to a later phase"
+
+
+def test_gpus_that_are_busy_let_all_go_and_are_tried_again():
+    """No network is locked before every GPU is held: a collective over it would never end."""
+    case = Case()
+    case.nodes[1].busy = 3
+    journal = case.run()
+    assert 3 == journal.count("b busy") == journal.count("a gpu_unlock") == journal.count("b gpu_unlock")
+    assert journal.index("a lock") > max(i for i, line in enumerate(journal) if line == "b busy")
+    assert "publish" in journal
+
+
+def test_gpus_that_never_come_to_rest(monkeypatch):
+    """The cut is given up, with its reason, and the job runs on."""
+    monkeypatch.setattr(coordinator, "_HOLD_ATTEMPTS", 2)
+    case = Case()
+    case.nodes[0].busy = 99
+    with pytest.raises(CutNotPossible, match="a is busy"):
+        case.run()
+    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert "a lock" not in case.journal
+
+
+def test_serious_failure_of_a_gpu_is_not_tried_again():
+    case = Case(fail="a gpu_lock")
+    case.nodes[1].busy = 5
+    with pytest.raises(GpucrError, match="a cannot gpu_lock"):
+        case.run()
+    assert 1 == case.journal.count("b busy")
 
 
 @pytest.mark.parametrize("step", ["publish", "leave"])
