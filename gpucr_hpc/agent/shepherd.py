@@ -41,5 +41,5 @@ async def detach(job: str, node: str, path: str) -> list[Task]:
 
 
 def _task(text: str) -> Task:
-    key, pid, state = text.split(":", 2)
+    key, pid, _pmi, state = text.split(":", 3)
     return Task(key, int(pid), int(state.removeprefix("exited:")) if state.startswith("exited:") else None)
