@@ -85,11 +85,16 @@ class Catalog:
         """Write a durable note about a job."""
         await self._worker.call("record", job=job, name=name, data=json.dumps(value))
 
-    async def first_run(self, job: str, after: str) -> None:
-        """Remember when a job ran first: only checkpoints with an id from `after` on are its own."""
-        await self.note(job, _ORIGIN, {"after": after})
+    async def first_run(self, job: str, after: str, excluded: str) -> None:
+        """Remember when a job ran first: only checkpoints with an id from `after` on are its own. And the nodes
+        that its user excluded."""
+        await self.note(job, _ORIGIN, {"after": after, "excluded": excluded})
         for name in (_LATEST, _ENDED):
             await self._worker.call("record", job=job, name=name, delete=True)
+
+    async def excluded(self, job: str) -> str:
+        """Nodes that the user excluded when the job ran first."""
+        return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
 
     async def note_latest(self, job: str, checkpoint: str) -> None:
         """Part of a commit: a set that is noted here and has gone later is missed, not forgotten."""

@@ -161,7 +161,7 @@ async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) ->
     """After commit and requeue: nothing of the job stays here, and Slurm gets the node back early."""
     job.set_phase(Phase.LEAVING)
     try:
-        await slurm.keep_away(info or await slurm.job(job.job), job.context.node)
+        await slurm.keep_away(info or await slurm.job(job.job), job.context.node, job.excluded)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
     for supervisor in list(job.supervisors.values()):

@@ -39,6 +39,7 @@ class ProtectedJob:
         self.supervisors: dict[str, Supervisor] = {}
         self.uid = self.gid = -1
         self.run = 0
+        self.excluded = ""  # nodes that the user excluded, without the one that we keep it away from
         self.tasks: set[str] = set()  # keys of those that the shepherd has, ended or not
         self.store_root = context.config.store.root
         self.last: dict[str, Any] = {}
@@ -58,6 +59,7 @@ class ProtectedJob:
                 "uid": self.uid,
                 "gid": self.gid,
                 "run": self.run,
+                "excluded": self.excluded,
                 "tasks": sorted(self.tasks),
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
@@ -78,7 +80,7 @@ class ProtectedJob:
         """
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.store_root, self.last = state["store_root"], state["last"]
-        self.tasks = set(state["tasks"])
+        self.tasks, self.excluded = set(state["tasks"]), state["excluded"]
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
         phase = Phase(state["phase"])
         self._batch = state["supervisor"]
@@ -183,6 +185,7 @@ class ProtectedJob:
             self._check(info, supervisor)
             self.run = max(info.restarts, supervisor.hello.int("RESTART"))
             restarted = restarted or self.run > 0
+            self.excluded = info.excluded_nodes
             self.store_root = self.context.store_root(supervisor.hello.get("DIR"))
             await self._take(supervisor)
         except (GpucrError, OSError) as error:
@@ -240,7 +243,9 @@ class ProtectedJob:
     async def _note_first_run(self) -> None:
         """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
         async with self.worker() as worker:
-            await Catalog(self.context, worker, self.store_root).first_run(self.job, new_checkpoint_id())
+            await Catalog(self.context, worker, self.store_root).first_run(
+                self.job, new_checkpoint_id(), self.excluded
+            )
 
     # --- frames of a running supervisor -----------------------------------------------------------------
 

@@ -41,6 +41,7 @@ async def restart(job: ProtectedJob, supervisor: Supervisor) -> None:
     try:
         await worker.start(job.run_dir.images, stream.SERVE_SOCKET)
         catalog = Catalog(job.context, worker, job.store_root)
+        job.excluded = await catalog.excluded(job.job)
         ended = await catalog.ended_before(job.job, job.run)
         if ended is not None:
             job.run_dir.remove()

@@ -32,8 +32,8 @@ async def _requeue(verb: str, job_id: str) -> None:
         raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
 
 
-async def keep_away(info: query.JobInfo, node: str) -> None:
-    """After a requeue: start soon, and not on `node` when another node has room now.
+async def keep_away(info: query.JobInfo, node: str, excluded: str) -> None:
+    """After a requeue: start soon, and not on `node` when another node has room now. excluded: by the user.
 
     Without `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin
     time lies in the future while it is still COMPLETING. Failures only cost time, so they are not raised.
@@ -41,7 +41,8 @@ async def keep_away(info: query.JobInfo, node: str) -> None:
     changes = []
     # A node that the user asks for and that is excluded would let the job wait for ever.
     if not info.required_nodes and await query.free_node_elsewhere(info, node):
-        excluded = ",".join(filter(None, [info.excluded_nodes, node]))
+        changes.append(f"ExcNodeList={','.join(filter(None, [excluded, node]))}")
+    elif info.excluded_nodes != excluded:
         changes.append(f"ExcNodeList={excluded}")
     config = await query.config()
     version = tuple(int(n) for n in re.findall(r"\d+", config.get("slurm_version", ""))[:2])

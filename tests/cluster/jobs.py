@@ -56,13 +56,18 @@ class JobRun:
 
     @property
     def raw(self) -> str:
-        """Everything in the output file."""
-        return self.file(f"{self.name}.out")
+        """Everything that the job, gpucr and Slurm wrote."""
+        return self.file(f"{self.name}.out") + self.file(f"{self.name}.err")
 
     @property
     def out(self) -> str:
         """What the job wrote itself."""
-        return _FOREIGN.sub("", self.raw)
+        return _FOREIGN.sub("", self.file(f"{self.name}.out"))
+
+    @property
+    def err(self) -> str:
+        """The same of an error file of its own."""
+        return _FOREIGN.sub("", self.file(f"{self.name}.err"))
 
     def says(self, text: str, timeout_s: float = 60) -> JobRun:
         """Wait until the text is in the output; fails when the job ends without it."""
