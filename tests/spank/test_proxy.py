@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -18,7 +19,6 @@ from gpucr_hpc.wire import Type
 
 from .capsule_lab import LIMIT_S, wait_until
 from .proxy_lab import PROXY, ProxyLab, piece
-import contextlib
 
 pytestmark = pytest.mark.skipif(not PROXY.exists(), reason="spank_plugin is not built")
 
@@ -257,7 +257,7 @@ def test_file_that_cannot_be_opened(lab: ProxyLab, plan: dict[str, str]) -> None
 
 
 def test_back_pressure_of_our_output(lab: ProxyLab) -> None:
-    """Nobody reads our stdout: the task cannot write on and on; nothing is lost, stderr still works; end waits for the reader."""
+    """Nobody reads our stdout: the task cannot write on and on, nothing is lost, stderr still works."""
     lab.start("x")
     lab.plan(2)
     a, b = lab.task(0), lab.task(1)
@@ -392,7 +392,8 @@ def test_strangers_are_sent_away(lab: ProxyLab, what: str) -> None:
     bad = socket.create_connection(("127.0.0.1", lab.srun.int("PORT")), timeout=LIMIT_S)
     token = lab.srun.get("TOKEN")
     hello = {
-        "token": f"{'0' * 32} 1\n", "rank": f"{token} x\n", "twice": f"{token} 0\n", "long": f"{token} 11111111111111111",
+        "token": f"{'0' * 32} 1\n", "rank": f"{token} x\n", "twice": f"{token} 0\n",
+        "long": f"{token} 11111111111111111",
     }.get(what, f"{token} 1\n").encode()  # fmt: skip
     bad.sendall(hello)
     if what == "kind":
