@@ -5,63 +5,88 @@ Properties"); the CPU platform sums forces in the order in which its threads end
 """
 
 import hashlib
+import random
 import sys
 
 import numpy as np
 import openmm
 from openmm import app, unit
 
+SEED = 11
+# Bond lengths in nm and angles in degrees of a peptide's backbone (Engh and Huber, 1991).
+N_CA, CA_C, C_N, C_O, CA_CB = 0.1458, 0.1525, 0.1329, 0.1231, 0.1521
+AT_N, AT_CA, AT_C, O_C, CB_CA = 121.7, 111.2, 116.2, 120.1, 110.4
+PHI, PSI, OMEGA = -135.0, 140.0, 180.0  # an extended strand
+
+
+def beside(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle: float, torsion: float) -> np.ndarray:
+    """The place of an atom bound to c: angle b-c-atom, torsion a-b-c-atom, in degrees."""
+    bend, turn = np.radians(angle), np.radians(torsion)
+    along = (c - b) / np.linalg.norm(c - b)
+    normal = np.cross(b - a, along)
+    normal /= np.linalg.norm(normal)
+    return c + length * (
+        -np.cos(bend) * along
+        + np.sin(bend) * np.cos(turn) * np.cross(normal, along)
+        + np.sin(bend) * np.sin(turn) * normal
+    )
+
 
 def peptide(residues: int) -> app.Modeller:
-    """An extended chain of alanines, with capping groups, built from the force field's own templates."""
+    """A chain of L-alanines between acetyl and N-methyl, without hydrogens."""
     topology, positions = app.Topology(), []
     chain = topology.addChain()
-    atoms = {
-        "ACE": [("CH3", "C", (0.0, 0.0, 0.0)), ("C", "C", (0.15, 0.0, 0.0)), ("O", "O", (0.21, 0.10, 0.0))],
-        "ALA": [
-            ("N", "N", (0.0, 0.0, 0.0)),
-            ("CA", "C", (0.12, 0.08, 0.0)),
-            ("CB", "C", (0.12, 0.17, 0.12)),
-            ("C", "C", (0.25, 0.0, 0.0)),
-            ("O", "O", (0.25, -0.12, 0.0)),
-        ],
-        "NME": [("N", "N", (0.0, 0.0, 0.0)), ("C", "C", (0.12, 0.08, 0.0))],
-    }
-    offset, previous = np.zeros(3), None
-    for number, name in enumerate(["ACE", *["ALA"] * residues, "NME"]):
-        residue = topology.addResidue(name, chain)
-        placed = {}
-        for atom, element, place in atoms[name]:
-            placed[atom] = topology.addAtom(atom, app.Element.getBySymbol(element), residue)
-            flip = np.array([1.0, -1.0 if number % 2 else 1.0, 1.0])
-            positions.append(offset + np.array(place) * flip)
-        if previous is not None:
-            topology.addBond(previous, placed["N"])
-        previous = placed.get("C") if name != "NME" else None
-        offset = offset + np.array([0.34, 0.05 if number % 2 else -0.05, 0.0])
+
+    def add(residue: app.topology.Residue, name: str, place: np.ndarray) -> np.ndarray:
+        topology.addAtom(name, app.Element.getBySymbol(name[0]), residue)
+        positions.append(place)
+        return place
+
+    first = topology.addResidue("ACE", chain)
+    before = add(first, "CH3", np.zeros(3))
+    c = add(first, "C", np.array([CA_C, 0.0, 0.0]))
+    n = c + C_N * np.array([-np.cos(np.radians(AT_C)), np.sin(np.radians(AT_C)), 0.0])
+    add(first, "O", beside(n, before, c, C_O, O_C, 180.0))
+    for _ in range(residues):
+        residue = topology.addResidue("ALA", chain)
+        add(residue, "N", n)
+        ca = add(residue, "CA", beside(before, c, n, N_CA, AT_N, OMEGA))
+        end = beside(c, n, ca, CA_C, AT_CA, PHI)
+        add(residue, "CB", beside(n, end, ca, CA_CB, CB_CA, 122.7))
+        add(residue, "C", end)
+        add(residue, "O", beside(n, ca, end, C_O, O_C, PSI + 180.0))
+        before, c, n = ca, end, beside(n, ca, end, C_N, AT_C, PSI)
+    last = topology.addResidue("NME", chain)
+    add(last, "N", n)
+    add(last, "C", beside(before, c, n, N_CA, AT_N, OMEGA))
     topology.createStandardBonds()
-    return app.Modeller(topology, positions * unit.nanometer)
+    return app.Modeller(topology, np.array(positions) * unit.nanometer)
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 3000
+    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    random.seed(SEED)  # addHydrogens begins at random places
+    platform = openmm.Platform.getPlatformByName("Reference")
     field = app.ForceField("amber14-all.xml", "implicit/gbn2.xml")
     model = peptide(8)
-    model.addHydrogens(field)
+    model.addHydrogens(field, platform=platform)
     system = field.createSystem(model.topology, constraints=app.HBonds)
     integrator = openmm.LangevinMiddleIntegrator(300, 1.0, 0.002)
-    integrator.setRandomNumberSeed(11)
-    simulation = app.Simulation(model.topology, system, integrator, openmm.Platform.getPlatformByName("Reference"))
+    integrator.setRandomNumberSeed(SEED)
+    simulation = app.Simulation(model.topology, system, integrator, platform)
     simulation.context.setPositions(model.positions)
     simulation.minimizeEnergy(maxIterations=200)
-    simulation.context.setVelocitiesToTemperature(300, 11)
+    simulation.context.setVelocitiesToTemperature(300, SEED)
     for done in range(0, steps, 50):
         simulation.step(50)
         energy = simulation.context.getState(getEnergy=True).getPotentialEnergy()
         print(f"step {done + 50} of {steps}, potential energy {energy}", flush=True)
     state = simulation.context.getState(getPositions=True, getVelocities=True)
-    numbers = np.concatenate([state.getPositions(asNumpy=True), state.getVelocities(asNumpy=True)])
-    print("RESULT", hashlib.sha256(numbers.tobytes()).hexdigest())
+    positions, velocities = state.getPositions(asNumpy=True), state.getVelocities(asNumpy=True)
+    numbers = np.concatenate([positions.value_in_unit(unit.nanometer), velocities._value])
+    if not np.isfinite(numbers).all():
+        raise SystemExit("the simulation has blown up")
+    print("RESULT", hashlib.sha256(np.ascontiguousarray(numbers).tobytes()).hexdigest())
 
 
 if __name__ == "__main__":

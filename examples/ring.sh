@@ -13,5 +13,5 @@ srun --mpi=pmi2 "$program" "$@" | cat
 status=${PIPESTATUS[0]}
 rm -f "$program"
 echo "srun ended with $status"
-srun --ntasks-per-node=1 sh -c 'echo "a later step, task $SLURM_PROCID"'
+srun --ntasks=2 sh -c 'echo "a later step, task $SLURM_PROCID"'
 exit "$status"

@@ -8,6 +8,7 @@
 
 #define MAX_GROUPS 1024
 #define MAX_PRIVATE 16
+#define MAX_BINDS 16
 #define DIED_WITH_CAPSULE 1
 
 struct capsule_args {
@@ -21,6 +22,10 @@ struct capsule_args {
 	long long last_pid;
 	const char *private[MAX_PRIVATE];
 	int nprivate;
+	struct {
+		const char *from, *to;
+	} bind[MAX_BINDS];
+	int nbind;
 	long long tmpfs_size; /* bytes, 0: the kernel's default of half the memory */
 	bool cgroup_wait;
 	int sync; /* pipe from holder and shepherd to init while they start */
@@ -35,6 +40,7 @@ int holder_main(const struct capsule_args *a);
 int shepherd_main(const struct capsule_args *a);
 int enter_main(int argc, char **argv);
 int hook_main(void);
+int run_main(int argc, char **argv);
 
 /* mounts.c: 0, or -1 with errno and *step naming what failed. */
 int capsule_mounts(const struct capsule_args *a, const char **step);

@@ -27,6 +27,18 @@ static bool parse_groups(struct capsule_args *a, const char *text)
 	return true;
 }
 
+/* FROM:TO, both absolute; a colon within FROM is no colon before a slash. */
+static bool parse_bind(struct capsule_args *a, const char *text)
+{
+	const char *colon = strstr(text, ":/");
+
+	if (*text != '/' || !colon || a->nbind == MAX_BINDS)
+		return false;
+	a->bind[a->nbind].from = strndup(text, (size_t)(colon - text));
+	a->bind[a->nbind].to = colon + 1;
+	return a->bind[a->nbind++].from != NULL;
+}
+
 int capsule_parse(struct capsule_args *a, int argc, char **argv)
 {
 	static const struct option options[] = {
@@ -34,7 +46,8 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 		{ "groups", 1, NULL, 'G' },   { "hostname", 1, NULL, 'h' }, { "run-dir", 1, NULL, 'r' },
 		{ "hosts", 1, NULL, 'e' },    { "netns", 1, NULL, 'n' },    { "control", 1, NULL, 'c' },
 		{ "last-pid", 1, NULL, 'l' }, { "private", 1, NULL, 'p' },  { "tmpfs-size", 1, NULL, 's' },
-		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' }, { NULL, 0, NULL, 0 },
+		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' },
+		{ "bind", 1, NULL, 'b' },     { NULL, 0, NULL, 0 },
 	};
 	long long uid = -1, gid = -1, n;
 	int c;
@@ -67,6 +80,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 			if (ok)
 				a->private[a->nprivate++] = optarg;
 			break;
+		case 'b': ok = parse_bind(a, optarg); break;
 		case 'w': a->cgroup_wait = true; break;
 		default: return -1;
 		}
@@ -77,8 +91,8 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 	}
 	if (uid < 0 || gid < 0 || a->control < 0 || !a->run_dir || *a->run_dir != '/' || optind != argc) {
 		say("usage: gpucr-init capsule --mode start|restore --uid U --gid G --groups A,B --hostname H --run-dir D "
-		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--private DIR]... [--tmpfs-size BYTES] "
-		    "[--cgroup-wait]");
+		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--private DIR]... [--bind FROM:TO]... "
+		    "[--tmpfs-size BYTES] [--cgroup-wait]");
 		return -1;
 	}
 	a->uid = (uid_t)uid;

@@ -16,10 +16,12 @@ int main(int argc, char **argv)
 		return hook_main();
 	if (!strcmp(role, "enter"))
 		return enter_main(argc - 1, argv + 1);
+	if (!strcmp(role, "run"))
+		return run_main(argc - 1, argv + 1);
 	if (!strcmp(role, "capsule"))
 		return capsule_parse(&args, argc - 1, argv + 1) < 0 ? 2 : capsule_main(&args, argv + 2);
 	if (!strcmp(role, "holder"))
 		return capsule_parse(&args, argc - 1, argv + 1) < 0 || args.sync < 0 ? 2 : holder_main(&args);
-	say("usage: gpucr-init capsule|enter|hook ...");
+	say("usage: gpucr-init capsule|enter|hook|run ...");
 	return 2;
 }

@@ -71,6 +71,11 @@ int capsule_mounts(const struct capsule_args *a, const char **step)
 	*step = "bind the hosts file"; /* before the private directories, one of which may cover it */
 	if (a->hosts && mount(a->hosts, "/etc/hosts", NULL, MS_BIND, NULL) < 0)
 		return -1;
+	for (int i = 0; i < a->nbind; i++) { /* mount(2) follows links in both */
+		*step = a->bind[i].to;
+		if (mount(a->bind[i].from, a->bind[i].to, NULL, MS_BIND, NULL) < 0)
+			return -1;
+	}
 	for (int i = 0; i < a->nprivate; i++) {
 		*step = a->private[i];
 		if (private_tmpfs(a, a->private[i]) < 0)

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * gpucr.so: options in, one program in front of the batch script. No fork, no namespaces and no privilege in any hook;
+ * gpucr.so: options in, one program in front of the batch script and of the tasks of its steps. No fork, no namespaces and no privilege in any hook;
  * nothing here returns an error in slurmd or slurmstepd where that could drain the node (table "Errors" in spank(8)).
  */
 #define _GNU_SOURCE
+#include <ctype.h>
 #include <slurm/slurm.h>
 #include <slurm/spank.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 
 #include "config.h"
 #include "options.h"
@@ -16,10 +18,26 @@
 
 SPANK_PLUGIN(gpucr, 1)
 
+#define KEY_LEN 16
+#define COOKIE_BYTES 16
+
 static struct config config;
 static bool config_bad;
 static struct submission submission;
 static bool set_signal, set_open_mode; /* variables of sbatch that are ours and must be taken away again */
+
+/* Names this submission for ever: job ids begin again when a site loses Slurm's state, and checkpoints outlive that. */
+static void make_cookie(void)
+{
+	unsigned char bytes[COOKIE_BYTES];
+	char text[2 * COOKIE_BYTES + 1];
+
+	if (getenv("GPUCR_COOKIE") || getrandom(bytes, sizeof(bytes), 0) != sizeof(bytes))
+		return;
+	for (size_t i = 0; i < sizeof(bytes); i++)
+		sprintf(text + 2 * i, "%02x", bytes[i]);
+	setenv("GPUCR_COOKIE", text, 1);
+}
 
 /* sbatch: have Slurm send our signal to the batch step alone when the job is preempted, and append to its output when it
  * comes back. Not SBATCH_REQUEUE: sbatch 26.05 stumbles over it. */
@@ -33,9 +51,11 @@ static void prepare_submission(void)
 		if (set_open_mode)
 			unsetenv("SBATCH_OPEN_MODE");
 		unsetenv("GPUCR_SIGNAL");
+		unsetenv("GPUCR_COOKIE");
 		set_signal = set_open_mode = false;
 		return;
 	}
+	make_cookie();
 	if (!set_signal && !submission.cli_signal && !submission.script_signal && !getenv("SBATCH_SIGNAL")) {
 		snprintf(value, sizeof(value), "B:%d@%d", config.signal, config.signal_time_s);
 		setenv("SBATCH_SIGNAL", value, 0);
@@ -47,15 +67,6 @@ static void prepare_submission(void)
 		setenv("SBATCH_OPEN_MODE", "append", 0);
 		set_open_mode = true;
 	}
-}
-
-static void refuse_in_capsule(void)
-{
-	if (!getenv("GPUCR_CAPSULE"))
-		return;
-	fprintf(stderr, "srun: error: gpucr: steps inside a job protected with --checkpoint-on-preempt are not supported in "
-			"this release; use --no-checkpoint at submission or start the program directly\n");
-	exit(1);
 }
 
 int slurm_spank_init(spank_t sp, int ac, char **av)
@@ -71,8 +82,6 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 			config_bad = true;
 		}
 	}
-	if (where == S_CTX_LOCAL)
-		refuse_in_capsule();
 	options_register(sp);
 	if (where != S_CTX_ALLOCATOR && where != S_CTX_LOCAL)
 		return ESPANK_SUCCESS;
@@ -82,6 +91,10 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 		/* What an outer job left in our environment is not true for the one that is submitted now. */
 		unsetenv("GPUCR_SIGNAL");
 		unsetenv("GPUCR_CAPSULE");
+		unsetenv("GPUCR_SHEPHERD");
+		unsetenv("GPUCR_COOKIE");
+		unsetenv("SLURM_SPANK_GPUCR_SIGNAL");
+		unsetenv("SLURM_SPANK_GPUCR_COOKIE");
 		sbatch_scan(&submission);
 		options_changed = prepare_submission;
 		/* The command line is read after the environment, too late for the callback to set variables. */
@@ -105,6 +118,8 @@ int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 	}
 	if (set_open_mode)
 		unsetenv("SBATCH_OPEN_MODE");
+	if (getenv("GPUCR_COOKIE"))
+		spank_job_control_setenv(sp, "GPUCR_COOKIE", getenv("GPUCR_COOKIE"), 1);
 	return ESPANK_SUCCESS;
 }
 
@@ -121,19 +136,33 @@ static int job_signal(spank_t sp)
 	return n > 0 && n <= 64 ? (int)n : 0;
 }
 
-static int protect(spank_t sp, uint32_t job)
+/* The key that the agent gave a step which it started for a proxy; false for the user's own steps. */
+static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 {
-	static char job_text[16], rank_text[16], nodes_text[16], signal_text[16];
-	const char *argv[24];
-	uint32_t rank = 0, nodes = 1;
+	if (spank_getenv(sp, "GPUCR_STEP", key, KEY_LEN + 2) != ESPANK_SUCCESS || strlen(key) != KEY_LEN)
+		return false;
+	for (const char *p = key; *p; p++)
+		if (!isxdigit((unsigned char)*p) || isupper((unsigned char)*p))
+			return false;
+	return true;
+}
+
+static int protect(spank_t sp, uint32_t job, const char *step)
+{
+	static char job_text[16], rank_text[16], nodeid_text[16], nodes_text[16], signal_text[16];
+	const char *argv[28];
+	uint32_t rank = 0, nodeid = 0, nodes = 1;
 	int n = 0;
 
 	if (spank_get_item(sp, S_TASK_GLOBAL_ID, &rank) != ESPANK_SUCCESS)
 		rank = 0;
+	if (spank_get_item(sp, S_JOB_NODEID, &nodeid) != ESPANK_SUCCESS)
+		nodeid = 0;
 	if (spank_get_item(sp, S_JOB_NNODES, &nodes) != ESPANK_SUCCESS || !nodes)
 		nodes = 1;
 	snprintf(job_text, sizeof(job_text), "%u", job);
 	snprintf(rank_text, sizeof(rank_text), "%u", rank);
+	snprintf(nodeid_text, sizeof(nodeid_text), "%u", nodeid);
 	snprintf(nodes_text, sizeof(nodes_text), "%u", nodes);
 	snprintf(signal_text, sizeof(signal_text), "%d", job_signal(sp));
 	/* Slurm keeps the pointers: everything is static. */
@@ -143,9 +172,11 @@ static int protect(spank_t sp, uint32_t job)
 	argv[n++] = "--job";
 	argv[n++] = job_text;
 	argv[n++] = "--step";
-	argv[n++] = "batch";
+	argv[n++] = step;
 	argv[n++] = "--rank";
 	argv[n++] = rank_text;
+	argv[n++] = "--nodeid";
+	argv[n++] = nodeid_text;
 	argv[n++] = "--nodes";
 	argv[n++] = nodes_text;
 	argv[n++] = "--signal";
@@ -169,17 +200,22 @@ static int protect(spank_t sp, uint32_t job)
 
 int slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
+	static char key[KEY_LEN + 2];
 	uint32_t job = 0, step = 0;
+	bool ours;
 	int r;
 
 	(void)ac;
 	(void)av;
 	if (spank_context() != S_CTX_REMOTE)
 		return 0;
-	if (spank_get_item(sp, S_JOB_STEPID, &step) != ESPANK_SUCCESS || step != SLURM_BATCH_SCRIPT)
+	if (spank_get_item(sp, S_JOB_STEPID, &step) != ESPANK_SUCCESS || step == SLURM_EXTERN_CONT ||
+	    step == SLURM_INTERACTIVE_STEP)
 		return 0;
+	ours = step == SLURM_BATCH_SCRIPT || step_key(sp, key);
+	spank_unsetenv(sp, "GPUCR_STEP"); /* a task that starts steps of its own must not pass it on */
 	spank_unsetenv(sp, "GPUCR_CAPSULE"); /* a name from an outer job; the agent sets it inside the capsule */
-	if (!options_protect())
+	if (!ours || !options_protect())
 		return 0;
 	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS) {
 		slurm_error("gpucr: no job id");
@@ -188,7 +224,7 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 		slurm_error("gpucr: job %u: plugstack.conf on this node is wrong", job);
 		r = -1;
 	} else {
-		r = protect(sp, job);
+		r = protect(sp, job, step == SLURM_BATCH_SCRIPT ? "batch" : key);
 	}
 	/* An error here fails the job, not the node. */
 	return r < 0 && config.fail_unprotected ? -1 : 0;

@@ -18,11 +18,11 @@
 
 #include "util.h"
 
-void relay_init(struct task *t, unsigned char *memory)
+void relay_init(struct task *t)
 {
 	for (int i = 0; i < C_COUNT; i++) {
 		t->chan[i] = (struct chan){ .src = -1, .dst = -1 };
-		t->chan[i].buf = memory + (size_t)i * RELAY_BYTES;
+		t->chan[i].buf = t->memory + (size_t)i * RELAY_BYTES;
 	}
 }
 
@@ -33,16 +33,16 @@ static void shut(int *fd)
 	*fd = -1;
 }
 
-void relay_attach(struct task *t, int fds[4])
+void relay_attach(struct task *t, int fds[3])
 {
 	struct chan *in = &t->chan[C_IN];
 	struct stat st;
 
 	relay_detach(t);
 	/* After a restore Slurm opens the input file afresh, at its beginning. */
-	if (fds[0] >= 0 && in->used && in->read && fstat(fds[0], &st) == 0 && S_ISREG(st.st_mode))
+	if (fds[0] >= 0 && in->used && !in->net && in->read && fstat(fds[0], &st) == 0 && S_ISREG(st.st_mode))
 		lseek(fds[0], (off_t)in->read, SEEK_SET);
-	if (in->used && !in->src_eof)
+	if (in->used && !in->net && !in->src_eof)
 		in->src = fds[0];
 	else
 		shut(&fds[0]);
@@ -50,16 +50,10 @@ void relay_attach(struct task *t, int fds[4])
 		struct chan *c = &t->chan[i];
 
 		c->discard = false;
-		if (c->used)
+		if (c->used && !c->net)
 			c->dst = fds[i];
 		else
-			shut(&fds[i]);
-	}
-	if (fds[3] >= 0 && t->chan[C_PMI_IN].used) {
-		t->chan[C_PMI_IN].src = fds[3];
-		t->chan[C_PMI_OUT].dst = fcntl(fds[3], F_DUPFD_CLOEXEC, 3);
-	} else {
-		shut(&fds[3]);
+			shut(&fds[i]); /* also what slurmstepd gives a task whose stdio does not pass it */
 	}
 }
 
@@ -68,8 +62,6 @@ void relay_detach(struct task *t)
 	shut(&t->chan[C_IN].src);
 	shut(&t->chan[C_OUT].dst);
 	shut(&t->chan[C_ERR].dst);
-	shut(&t->chan[C_PMI_IN].src);
-	shut(&t->chan[C_PMI_OUT].dst);
 }
 
 void relay_close(struct task *t)
@@ -93,6 +85,8 @@ struct pollfd relay_poll(const struct chan *c)
 {
 	struct pollfd p = { .fd = -1 };
 
+	if (c->net)
+		return p;
 	if (c->used && c->len && c->dst >= 0)
 		p = (struct pollfd){ .fd = c->dst, .events = POLLOUT };
 	else if (wants_read(c))
@@ -114,10 +108,8 @@ static void end_of_source(struct chan *c, bool input)
 {
 	c->src_eof = true;
 	shut(&c->src);
-	if (input && c->dst >= 0) {
-		shutdown(c->dst, SHUT_WR); /* the PMI socket is one descriptor for both ways; no harm for a pipe */
+	if (input)
 		shut(&c->dst);
-	}
 }
 
 static void take(struct chan *c, bool input)
@@ -178,7 +170,7 @@ static bool give(struct chan *c, bool input)
 
 void relay_step(struct chan *c, bool input)
 {
-	if (!c->used)
+	if (!c->used || c->net)
 		return;
 	if (wants_read(c))
 		take(c, input);
@@ -200,14 +192,12 @@ void relay_last(struct task *t)
 	for (int i = C_OUT; i < C_COUNT; i++) {
 		struct chan *c = &t->chan[i];
 
-		if (i == C_PMI_IN || !c->used)
+		if (!c->used)
 			continue;
 		c->last = true;
 		c->left = pending(c->src);
 	}
-	/* Nobody reads the input any more. */
-	broken(&t->chan[C_IN], true);
-	broken(&t->chan[C_PMI_IN], true);
+	broken(&t->chan[C_IN], true); /* nobody reads it any more */
 }
 
 bool relay_done(const struct task *t)
@@ -215,7 +205,7 @@ bool relay_done(const struct task *t)
 	for (int i = C_OUT; i < C_COUNT; i++) {
 		const struct chan *c = &t->chan[i];
 
-		if (i != C_PMI_IN && c->used && (c->len || (c->left && !c->src_eof)))
+		if (c->used && (c->len || (c->left && !c->src_eof)))
 			return false;
 	}
 	return true;
@@ -227,7 +217,7 @@ void relay_flush(struct task *t, long long deadline_ms)
 		struct chan *c = &t->chan[i];
 		size_t left;
 
-		if (i == C_PMI_IN || !c->used || c->dst < 0)
+		if (!c->used || c->net || c->dst < 0)
 			continue;
 		left = pending(c->src);
 		while (c->len || (left && wants_read(c))) {

@@ -2,7 +2,8 @@
 /*
  * The shepherd forks the job's tasks and owns their stdio. It runs as the user and is part of the image: after a restore it
  * simply goes on in poll(), with its listening socket bound again at the same path. So it uses only what CRIU can
- * dump: pipes, a signalfd, a listening Unix socket, no timers, and no connection while it is being dumped.
+ * dump: pipes, sockets whose other end is in the job, a signalfd, no timers; and while it is being dumped no connection
+ * leads out of the capsule.
  */
 #define _GNU_SOURCE
 #include "shepherd.h"
@@ -12,242 +13,95 @@
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/signalfd.h>
 #include <sys/socket.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include "capsule.h"
+#include "steps.h"
 #include "util.h"
 
-#define FLUSH_MS 2000 /* a deaf reader may not hold up a dump; what stays unread goes into the image */
+#define FLUSH_MS 2000
+#define MAX_FILES 65536
 
-static struct task tasks[MAX_TASKS];
-static unsigned char memory[MAX_TASKS][C_COUNT * RELAY_BYTES];
+struct conn {
+	struct rx rx; /* fd -1: free slot */
+	unsigned uid;
+	bool inside;  /* the peer is a process of the capsule: the connection is part of the dump */
+};
+
 static struct conn conns[MAX_CONNS];
+static int nconns; /* slots from here on were never used */
 static int listener = -1, children = -1;
 
-static void drop_conn(int c)
+int conn_fd(int c)
 {
-	rx_close(&conns[c].rx);
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++) {
-		if (t->state == T_FREE || t->conn != c)
-			continue;
-		t->conn = -1; /* a running task goes on, with its outward descriptors */
-		if (t->state == T_HELD)
-			kill(t->pid, SIGKILL); /* nobody will say GO */
-	}
+	return conns[c].rx.fd;
 }
 
-static void answer(int c, struct msg *m)
+unsigned conn_uid(int c)
+{
+	return conns[c].uid;
+}
+
+void conn_drop(int c)
+{
+	if (conns[c].rx.fd < 0)
+		return;
+	rx_close(&conns[c].rx);
+	tasks_conn_gone(c);
+	steps_conn_gone(c);
+}
+
+void conn_send(int c, struct msg *m)
 {
 	if (conns[c].rx.fd < 0) {
 		free(m->buf);
 		return;
 	}
 	if (msg_send(m, conns[c].rx.fd, NULL, 0) < 0)
-		drop_conn(c);
+		conn_drop(c);
 }
 
-static void failed(int c, const char *key, int err, const char *text)
-{
-	struct msg m;
-
-	msg_init(&m, GC_FAILED);
-	msg_str(&m, "TASK", key);
-	msg_int(&m, "ERRNO", err);
-	msg_fmt(&m, "MSG", "%s", text);
-	answer(c, &m);
-}
-
-static void about_task(int c, uint32_t type, const struct task *t)
-{
-	struct msg m;
-
-	msg_init(&m, type);
-	msg_str(&m, "TASK", t->key);
-	if (type == GC_EXITED)
-		msg_int(&m, "STATUS", t->status);
-	else
-		msg_int(&m, "PID", t->pid);
-	answer(c, &m);
-}
-
-static struct task *find(const char *key)
-{
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++)
-		if (t->state != T_FREE && key && !strcmp(t->key, key))
-			return t;
-	return NULL;
-}
-
-static void free_task(struct task *t)
-{
-	relay_close(t);
-	if (t->go >= 0)
-		close(t->go);
-	if (t->error >= 0)
-		close(t->error);
-	t->go = t->error = t->conn = -1;
-	t->state = T_FREE;
-}
-
-/* A slot for a new task: a free one, else one whose end is known to its supervisor. */
-static struct task *slot(void)
-{
-	struct task *told = NULL;
-
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++) {
-		if (t->state == T_FREE)
-			return t;
-		if (t->state == T_EXITED && t->told)
-			told = t;
-	}
-	if (told)
-		free_task(told);
-	return told;
-}
-
-static void take_stdio(struct frame *f, int fds[4])
-{
-	for (int i = 0; i < 4; i++)
-		fds[i] = frame_take_fd(f, i);
-}
-
-static void on_spawn(int c, struct frame *f)
-{
-	const char *key = frame_get(f, "TASK"), *what = "";
-	struct task *t = find(key);
-	int fds[4], err;
-	char text[256];
-
-	if (!key || !*key || strlen(key) >= sizeof(t->key) || f->nfds < 3 || !frame_count(f, "ARG")) {
-		failed(c, key ? key : "", EINVAL, "SPAWN without a task key, a command or three descriptors");
-		return;
-	}
-	if (t && t->state == T_EXITED && t->told) {
-		free_task(t);
-		t = NULL;
-	}
-	if (t) {
-		failed(c, key, EEXIST, "a task of this name is there already");
-		return;
-	}
-	t = slot();
-	if (!t) {
-		failed(c, key, EAGAIN, "too many tasks in this capsule");
-		return;
-	}
-	take_stdio(f, fds);
-	memset(t, 0, sizeof(*t));
-	relay_init(t, memory[t - tasks]);
-	strcpy(t->key, key);
-	t->conn = c;
-	err = spawn_task(t, f, fds, &what);
-	if (err) {
-		t->state = T_FREE;
-		snprintf(text, sizeof(text), "could not start the task: %s: %s", what, strerror(err));
-		failed(c, key, err, text);
-		return;
-	}
-	t->state = T_HELD;
-	about_task(c, GC_SPAWNED, t);
-}
-
-static void tell_exit(struct task *t)
-{
-	if (t->state != T_EXITED || t->told || t->conn < 0 || t->error >= 0 || !relay_done(t))
-		return;
-	/* Children of the task that still write meet a closed pipe: Slurm ends the step now. The entry stays, so that a
-	 * supervisor that comes again is told again. */
-	relay_close(t);
-	t->told = true;
-	about_task(t->conn, GC_EXITED, t);
-}
-
-static void on_attach(int c, struct frame *f)
-{
-	struct task *t = find(frame_get(f, "TASK"));
-	int fds[4];
-
-	if (!t || f->nfds < 3) {
-		failed(c, frame_get(f, "TASK") ?: "", t ? EINVAL : ESRCH,
-		       t ? "ATTACHTASK without three descriptors" : "the capsule has no such task");
-		return;
-	}
-	take_stdio(f, fds);
-	relay_attach(t, fds);
-	t->conn = c;
-	t->told = false;
-	about_task(c, GC_ATTACHED, t);
-	tell_exit(t);
-}
-
-static void on_detach(int c)
-{
-	long long deadline = now_ms() + FLUSH_MS;
-	struct msg to_agent;
-
-	msg_init(&to_agent, GC_DETACHED);
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++) {
-		if (t->state == T_FREE)
-			continue;
-		relay_flush(t, deadline);
-		tell_exit(t);
-		relay_detach(t);
-		t->conn = -1;
-		if (t->state == T_EXITED)
-			msg_fmt(&to_agent, "TASKS", "%s:%d:exited:%d", t->key, t->pid, t->status);
-		else
-			msg_fmt(&to_agent, "TASKS", "%s:%d:running", t->key, t->pid);
-	}
-	for (int i = 0; i < MAX_CONNS; i++) {
-		struct msg m;
-
-		if (i == c || conns[i].rx.fd < 0)
-			continue;
-		msg_init(&m, GC_DETACHED);
-		answer(i, &m);
-		drop_conn(i);
-	}
-	answer(c, &to_agent);
-	drop_conn(c);
-}
+static void on_detach(int c);
 
 static void handle(int c, struct frame *f)
 {
-	struct task *t = find(frame_get(f, "TASK"));
-	int s;
-
 	switch (f->type) {
-	case GC_SPAWN:
-		on_spawn(c, f);
-		break;
-	case GC_GO:
-		if (t && t->state == T_HELD && write(t->go, "g", 1) == 1) {
-			close(t->go);
-			t->go = -1;
-			t->state = T_EXEC;
-		}
-		break;
-	case GC_ATTACHTASK:
-		on_attach(c, f);
-		break;
-	case GC_SIGNAL:
-		s = (int)frame_int(f, "SIGNAL", 0);
-		if (t && s > 0 && (t->state == T_HELD || t->state == T_EXEC || t->state == T_RUNNING))
-			kill(t->pid, s); /* the task alone, as Slurm with proctrack/cgroup */
-		break;
 	case GC_DETACH:
-		if (conns[c].uid == 0)
+	case GC_CONTROL:
+		if (conns[c].uid != 0) {
+			tell_failed(c, "", EPERM, "only root may do this");
+			break;
+		}
+		conns[c].inside = false; /* in tests the agent shares our pid namespace, as supervisors do */
+		if (f->type == GC_DETACH)
 			on_detach(c);
 		else
-			failed(c, "", EPERM, "only root may detach");
+			steps_control(c, f);
+		break;
+	case GC_SRUN:
+		if (conns[c].uid != getuid())
+			conn_drop(c);
+		else
+			steps_request(c, f);
+		break;
+	case GC_SRUNSIGNAL:
+		steps_signal(c, f);
+		break;
+	case GC_PLAN:
+	case GC_OUTPUT:
+	case GC_SRUNEND:
+		steps_answer(c, f);
+		break;
+	case GC_SPAWN:
+	case GC_ATTACHTASK:
+		conns[c].inside = false;
+		tasks_request(c, f);
 		break;
 	default:
-		drop_conn(c);
+		tasks_request(c, f);
 	}
 }
 
@@ -256,110 +110,101 @@ static void on_conn(int c)
 	struct frame f;
 	int fd = conns[c].rx.fd, r = 0;
 
-	while (conns[c].rx.fd == fd && (r = rx_read(&conns[c].rx, &f)) == 1) {
+	while (fd >= 0 && conns[c].rx.fd == fd && (r = rx_read(&conns[c].rx, &f)) == 1) {
 		handle(c, &f);
 		frame_clear(&f);
 	}
-	if (conns[c].rx.fd == fd && r < 0)
-		drop_conn(c);
+	if (fd >= 0 && conns[c].rx.fd == fd && r < 0)
+		conn_drop(c);
+}
+
+static void accept_one(int fd)
+{
+	unsigned uid;
+	int pid, i = 0;
+
+	if (wire_peer(fd, &pid, &uid) < 0 || (uid != 0 && uid != getuid())) {
+		close(fd);
+		return;
+	}
+	while (i < MAX_CONNS && conns[i].rx.fd >= 0)
+		i++;
+	if (i == MAX_CONNS) {
+		close(fd);
+		return;
+	}
+	rx_init(&conns[i].rx, fd);
+	conns[i].uid = uid;
+	conns[i].inside = pid > 0; /* a process outside our pid namespace has no number here */
+	if (i >= nconns)
+		nconns = i + 1;
 }
 
 static void on_listener(void)
 {
-	int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
-	unsigned uid;
+	int fd;
 
-	if (fd < 0)
-		return;
-	if (wire_peer(fd, NULL, &uid) == 0 && (uid == 0 || uid == getuid()))
-		for (int i = 0; i < MAX_CONNS; i++)
-			if (conns[i].rx.fd < 0) {
-				rx_init(&conns[i].rx, fd);
-				conns[i].uid = uid;
-				return;
-			}
-	close(fd);
+	while ((fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK)) >= 0)
+		accept_one(fd);
 }
 
-static void on_exec(struct task *t)
+static void on_detach(int c)
 {
-	char text[256];
-	int r = spawn_result(t, text, sizeof(text)), err = errno;
+	static bool busy; /* another DETACH may lie in one of the connections that are read here */
+	struct msg to_agent;
 
-	if (r == 0 && t->state == T_EXEC)
-		t->state = T_RUNNING;
-	if (r >= 0)
+	if (busy)
 		return;
-	/* FAILED instead of EXITED; the child has ended by itself and is reaped like any other. */
-	if (t->conn >= 0)
-		failed(t->conn, t->key, err, text);
-	free_task(t);
-}
+	busy = true;
+	msg_init(&to_agent, GC_DETACHED);
+	on_listener(); /* nobody from outside may wait to be accepted */
+	steps_detach(on_conn, now_ms() + FLUSH_MS);
+	for (int i = 0; i < nconns; i++)
+		if (i != c)
+			on_conn(i); /* a SPAWN that has come already is obeyed: its sender cannot tell */
+	tasks_detach(&to_agent);
+	for (int i = 0; i < nconns; i++) {
+		struct msg m;
 
-static void reap(void)
-{
-	struct signalfd_siginfo si;
-	int status;
-	pid_t pid;
-
-	while (read(children, &si, sizeof(si)) > 0)
-		;
-	/* Every time round, signal or not: a wake-up lost in a dump must not lose an exit. */
-	while ((pid = waitpid(-1, &status, WNOHANG)) > 0)
-		for (struct task *t = tasks; t < tasks + MAX_TASKS; t++) {
-			if (t->pid != pid || t->state == T_FREE || t->state == T_EXITED)
-				continue;
-			if (t->error >= 0)
-				on_exec(t);
-			if (t->state == T_HELD && t->conn < 0)
-				free_task(t); /* given up before GO */
-			if (t->state == T_FREE)
-				continue;
-			t->status = status;
-			t->state = T_EXITED;
-			relay_last(t);
-		}
+		if (i == c || conns[i].rx.fd < 0 || steps_is_proxy(i) || (conns[i].inside && conns[i].uid == getuid()))
+			continue;
+		msg_init(&m, GC_DETACHED);
+		conn_send(i, &m);
+		conn_drop(i);
+	}
+	conn_send(c, &to_agent);
+	conn_drop(c);
+	busy = false;
 }
 
 static void serve(void)
 {
-	enum { MAX = 2 + MAX_CONNS + MAX_TASKS * (C_COUNT + 1) };
-	static struct pollfd p[MAX];
-	int n = 0, i = 0;
+	static struct pollfd p[2 + MAX_CONNS + MAX_TASKS * MAX_TASK_POLLS];
+	static int whose[MAX_CONNS];
+	struct signalfd_siginfo si;
+	int n = 2, with_conns;
+	size_t with_tasks;
 
-	p[n++] = (struct pollfd){ .fd = listener, .events = POLLIN };
-	p[n++] = (struct pollfd){ .fd = children, .events = POLLIN };
-	for (int c = 0; c < MAX_CONNS; c++)
-		p[n++] = (struct pollfd){ .fd = conns[c].rx.fd, .events = POLLIN };
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++)
-		for (int c = 0; t->state != T_FREE && c < C_COUNT; c++)
-			if ((p[n] = relay_poll(&t->chan[c])).fd >= 0)
-				n++;
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++)
-		if (t->state != T_FREE && t->error >= 0)
-			p[n++] = (struct pollfd){ .fd = t->error, .events = POLLIN };
-	if (poll(p, (nfds_t)n, -1) < 0)
-		return; /* EINTR, also right after a restore */
-	reap();
-	/* Relay before requests, so that a DETACH finds less to flush; descriptors may have changed since poll(), so ask
-	 * each channel what it wants and whether just that was ready. */
-	for (struct task *t = tasks; t < tasks + MAX_TASKS; t++) {
-		if (t->state == T_FREE)
+	steps_push();
+	p[0] = (struct pollfd){ .fd = listener, .events = POLLIN };
+	p[1] = (struct pollfd){ .fd = children, .events = POLLIN };
+	for (int c = 0; c < nconns; c++) {
+		if (conns[c].rx.fd < 0)
 			continue;
-		for (int c = 0; c < C_COUNT; c++) {
-			struct pollfd q = relay_poll(&t->chan[c]);
-
-			if (q.fd >= 0 && poll(&q, 1, 0) > 0)
-				relay_step(&t->chan[c], c == C_IN || c == C_PMI_IN);
-		}
-		if (t->error >= 0)
-			on_exec(t);
-		if (t->state != T_FREE)
-			tell_exit(t);
+		whose[n - 2] = c;
+		p[n++] = (struct pollfd){ .fd = conns[c].rx.fd, .events = steps_events(c) };
 	}
-	for (i = 0; i < MAX_CONNS; i++)
-		if (conns[i].rx.fd >= 0 && p[2 + i].revents && p[2 + i].fd == conns[i].rx.fd)
-			on_conn(i);
+	with_conns = n;
+	with_tasks = (size_t)n + tasks_poll(p + n);
+	if (poll(p, (nfds_t)with_tasks, -1) < 0)
+		return; /* EINTR, also right after a restore */
+	while (read(children, &si, sizeof(si)) > 0)
+		;
+	/* Relay before requests, so that a DETACH finds less to flush. */
+	tasks_step(p + with_conns);
+	for (int i = 2; i < with_conns; i++)
+		if ((p[i].revents & ~POLLOUT) && conns[whose[i - 2]].rx.fd == p[i].fd)
+			on_conn(whose[i - 2]);
 	if (p[0].revents)
 		on_listener();
 }
@@ -367,6 +212,7 @@ static void serve(void)
 int shepherd_main(const struct capsule_args *a)
 {
 	char path[PATH_MAX];
+	struct rlimit files;
 	sigset_t chld;
 
 	set_name("gpucr-shepherd");
@@ -379,10 +225,15 @@ int shepherd_main(const struct capsule_args *a)
 	sigemptyset(&chld);
 	sigaddset(&chld, SIGCHLD);
 	sigprocmask(SIG_BLOCK, &chld, NULL);
+	/* Several for each task; poll() takes no more of them than this limit either. The tasks get their own limits. */
+	if (getrlimit(RLIMIT_NOFILE, &files) == 0 && files.rlim_cur < MAX_FILES) {
+		files.rlim_cur = files.rlim_max < MAX_FILES ? files.rlim_max : MAX_FILES;
+		setrlimit(RLIMIT_NOFILE, &files);
+	}
 	for (int i = 0; i < MAX_CONNS; i++)
 		rx_init(&conns[i].rx, -1);
-	for (int i = 0; i < MAX_TASKS; i++)
-		tasks[i].conn = tasks[i].go = tasks[i].error = -1;
+	tasks_init();
+	steps_init();
 	snprintf(path, sizeof(path), "%s/user/shepherd.sock", a->run_dir);
 	children = signalfd(-1, &chld, SFD_CLOEXEC | SFD_NONBLOCK);
 	listener = children < 0 ? -1 : wire_listen(path);

@@ -44,7 +44,8 @@ spank_err_t spank_get_item(spank_t sp, spank_item_t item, ...)
 	case S_JOB_ID: *out = stub.job; break;
 	case S_JOB_STEPID: *out = stub.step; break;
 	case S_JOB_NNODES: *out = stub.nodes; break;
-	case S_TASK_GLOBAL_ID: *out = 0; break;
+	case S_TASK_GLOBAL_ID: *out = stub.rank; break;
+	case S_JOB_NODEID: *out = stub.nodeid; break;
 	default: r = ESPANK_NOT_AVAIL;
 	}
 	va_end(ap);
@@ -73,7 +74,9 @@ spank_err_t spank_job_control_setenv(spank_t sp, const char *name, const char *v
 {
 	(void)sp;
 	(void)overwrite;
-	snprintf(stub.control, sizeof(stub.control), "%s=%s", name, value);
+	size_t n = strlen(stub.control);
+
+	snprintf(stub.control + n, sizeof(stub.control) - n, "%s%s=%s", n ? " " : "", name, value);
 	return ESPANK_SUCCESS;
 }
 

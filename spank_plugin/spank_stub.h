@@ -7,11 +7,11 @@
 
 extern struct stub {
 	spank_context_t context;
-	unsigned job, step, nodes;
+	unsigned job, step, nodes, rank, nodeid;
 	struct spank_option options[8];
 	int noptions;
 	char argv[4096];    /* what was prepended, joined by blanks */
-	char control[256];  /* NAME=value of spank_job_control_setenv */
+	char control[256];  /* NAME=value of spank_job_control_setenv, joined by blanks */
 	char error[1024];   /* last slurm_error */
 } stub;
 

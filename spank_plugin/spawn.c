@@ -12,6 +12,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include "shepherd.h"
@@ -39,11 +40,20 @@ static bool same_file(int a, int b)
 	return fstat(a, &x) == 0 && fstat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
 }
 
-static bool is_char_device(int fd)
+static bool is_regular(int fd)
 {
 	struct stat st;
 
-	return fstat(fd, &st) < 0 || S_ISCHR(st.st_mode);
+	return fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+}
+
+/* Input that is nothing: the task gets /dev/null of its own. A terminal counts as nothing for a batch script, which
+ * never has one, but not for a step. */
+static bool is_nothing(int fd, bool net)
+{
+	struct stat st;
+
+	return fstat(fd, &st) < 0 || (S_ISCHR(st.st_mode) && (!net || st.st_rdev == makedev(1, 3)));
 }
 
 /* --- in the child --- */
@@ -199,58 +209,81 @@ static int keep(int *fd)
 	return own;
 }
 
-static void use(struct task *t, int c, int src, int dst)
+static void use(struct task *t, int c, int src, int dst, bool net)
 {
 	t->chan[c].used = true;
+	t->chan[c].net = net;
 	t->chan[c].src = src;
 	t->chan[c].dst = dst;
+}
+
+static pid_t fork_child(const struct frame *f, struct pipes *p)
+{
+	sigset_t all, mask;
+	pid_t pid;
+
+	/* The shepherd ignores most signals. Blocked ones are kept all the same, so that one that is sent to the child
+	 * right after SPAWNED meets the default action. */
+	sigfillset(&all);
+	sigprocmask(SIG_SETMASK, &all, &mask);
+	pid = fork();
+	if (pid == 0)
+		child(f, p);
+	sigprocmask(SIG_SETMASK, &mask, NULL);
+	return pid;
+}
+
+/* Connection and pipes, then the fork; 0, or an errno. */
+static int begin(struct task *t, const struct frame *f, int fds[4], struct pipes *p, int *net, const char **what)
+{
+	const char *where = frame_get(f, "STDIO");
+
+	*what = "reach the step's srun";
+	if (where) {
+		*net = net_connect(where, frame_get(f, "TOKEN"), frame_int(f, "RANK", 0));
+		if (*net < 0)
+			return errno;
+	}
+	t->merged = same_file(fds[1], fds[2]) && (!where || is_regular(fds[1]));
+	*what = "pipe";
+	if (make_pipes(p, t, !is_nothing(fds[0], where != NULL), fds[3] >= 0) < 0)
+		return errno;
+	*what = "fork";
+	t->pid = fork_child(f, p);
+	return t->pid < 0 ? errno : 0;
 }
 
 int spawn_task(struct task *t, const struct frame *f, int fds[4], const char **what)
 {
 	struct pipes p;
-	sigset_t all, mask;
-	int err = 0;
+	int net = -1, err;
 
 	memset(&p, 0xff, sizeof(p));
-	t->merged = same_file(fds[1], fds[2]);
 	t->go = t->error = -1;
-	*what = "pipe";
-	if (make_pipes(&p, t, !is_char_device(fds[0]), fds[3] >= 0) < 0) {
-		err = errno;
-	} else {
-		/* The shepherd ignores most signals. Blocked ones are kept all the same, so that one that is sent to the
-		 * child right after SPAWNED meets the default action. */
-		sigfillset(&all);
-		sigprocmask(SIG_SETMASK, &all, &mask);
-		t->pid = fork();
-		if (t->pid == 0)
-			child(f, &p);
-		*what = "fork";
-		err = t->pid < 0 ? errno : 0;
-		sigprocmask(SIG_SETMASK, &mask, NULL);
-	}
-	if (!err) {
-		if (p.in[1] >= 0)
-			use(t, C_IN, -1, keep(&p.in[1]));
-		use(t, C_OUT, keep(&p.out[0]), -1);
-		if (p.err[0] >= 0)
-			use(t, C_ERR, keep(&p.err[0]), -1);
-		if (p.pmi[0] >= 0) {
-			use(t, C_PMI_OUT, fcntl(p.pmi[0], F_DUPFD_CLOEXEC, 3), -1);
-			use(t, C_PMI_IN, -1, keep(&p.pmi[0]));
-		}
-		t->go = keep(&p.go[1]);
-		t->error = keep(&p.error[0]);
-	}
-	close_pipes(&p);
+	err = begin(t, f, fds, &p, &net, what);
 	if (err) {
+		close_pipes(&p);
+		if (net >= 0)
+			close(net);
 		for (int i = 0; i < 4; i++)
 			if (fds[i] >= 0)
 				close(fds[i]);
 		return err;
 	}
+	if (p.in[1] >= 0)
+		use(t, C_IN, -1, keep(&p.in[1]), net >= 0 && !is_regular(fds[0]));
+	use(t, C_OUT, keep(&p.out[0]), -1, net >= 0 && !is_regular(fds[1]));
+	if (p.err[0] >= 0)
+		use(t, C_ERR, keep(&p.err[0]), -1, net >= 0 && !is_regular(fds[2]));
+	if (net >= 0)
+		net_open(&t->net, net, t->memory + C_COUNT * RELAY_BYTES);
+	if (p.pmi[0] >= 0)
+		pmi_open(&t->pmi, keep(&p.pmi[0]), (char *)t->memory + (C_COUNT + 2) * RELAY_BYTES);
+	t->go = keep(&p.go[1]);
+	t->error = keep(&p.error[0]);
+	close_pipes(&p);
 	relay_attach(t, fds);
+	pmi_attach(&t->pmi, fds[3], false);
 	return 0;
 }
 

@@ -20,183 +20,16 @@
 
 #define FIRST_CONTACT_MS 5000    /* how long a first run waits for an agent that is not there */
 #define RESTART_CONTACT_MS 60000 /* a restarted job must not begin again only because the agent is slow to come */
-#define FIRST_RETRY_MS 100
-#define RETRY_MS 1000
 #define TERM_PATIENCE_MS 3000 /* a scancel may not depend on the agent */
 #define LOST_MS 5000          /* the agent kills the capsule first and tells then */
 #define ENDED_MS 3000
 #define DIED_STATUS 137
-#define NEVER (-1LL)
 
-static struct task_args args;
-static enum phase phase = P_WAITING;
-static struct rx agent = { .fd = -1 }, shepherd = { .fd = -1 };
 static int signals = -1;
 static sigset_t original_mask;
-static bool decided;          /* a first HELLO has been answered */
-static int hellos_open;       /* HELLO MODE=again without an answer; its OK must not be taken for that of ENDED */
-static char task_key[256], shepherd_path[4096];
-static bool attaching;        /* the open request is ATTACHTASK, not SPAWN */
-static bool attach_wanted;    /* ATTACH came, the connection did not work yet */
-static bool queued[NSIG];     /* signals for the task while there is no connection to it */
-static bool asked[NSIG];      /* the agent was told, or shall be, and has not answered */
-static long long term_since = NEVER, lost_since = NEVER, away_since, retry_at, ended_at;
+static long long term_since = NEVER, ended_at;
 static bool notice_seen;      /* our preemption signal came at any time in this run */
 static int end_status;
-
-/* --- signals for the task --- */
-
-static void give_signal(int s)
-{
-	struct msg m;
-
-	if (phase != P_RUNNING) {
-		queued[s] = phase != P_ENDED;
-		return;
-	}
-	msg_init(&m, GC_SIGNAL);
-	msg_str(&m, "TASK", task_key);
-	msg_int(&m, "SIGNAL", s);
-	if (msg_send(&m, shepherd.fd, NULL, 0) < 0)
-		queued[s] = true; /* the end of the connection shows itself in poll() */
-}
-
-static void give_queued(void)
-{
-	for (int s = 1; s < NSIG; s++)
-		if (queued[s]) {
-			queued[s] = false;
-			give_signal(s);
-		}
-}
-
-/* --- agent --- */
-
-static void agent_gone(void)
-{
-	rx_close(&agent);
-	hellos_open = 0;
-	away_since = now_ms();
-	retry_at = away_since + (decided ? RETRY_MS : FIRST_RETRY_MS);
-}
-
-static void send_notice(int s)
-{
-	struct msg m;
-
-	if (agent.fd < 0)
-		return; /* asked[s] stays and goes with the next HELLO */
-	msg_init(&m, GC_NOTICE);
-	msg_int(&m, "SIGNAL", s);
-	if (msg_send(&m, agent.fd, NULL, 0) < 0)
-		agent_gone();
-}
-
-static int agent_connect(void)
-{
-	unsigned uid;
-	int fd = wire_connect(args.socket), first = 0;
-	struct msg m;
-
-	if (fd < 0)
-		return -1;
-	/* Whoever answers here gets our descriptors and gives orders: only root, or ourselves in tests. */
-	if (wire_peer(fd, NULL, &uid) < 0 || (uid != 0 && uid != getuid())) {
-		close(fd);
-		errno = EPERM;
-		return -1;
-	}
-	rx_init(&agent, fd);
-	for (int s = 1; s < NSIG && !first; s++)
-		if (asked[s])
-			first = s;
-	build_hello(&m, &args, decided, phase == P_RUNNING || phase == P_ENDED, first);
-	if (msg_send(&m, fd, NULL, 0) < 0) {
-		int saved = errno;
-
-		agent_gone();
-		errno = saved;
-		return -1;
-	}
-	if (decided)
-		hellos_open++;
-	for (int s = first + 1; s < NSIG; s++)
-		if (asked[s])
-			send_notice(s);
-	return 0;
-}
-
-static void print_msg(const struct frame *f)
-{
-	const char *text = frame_get(f, "MSG");
-
-	if (text && *text)
-		say("%s", text);
-}
-
-/* --- shepherd --- */
-
-static int shepherd_connect(struct msg *request)
-{
-	int fd = wire_connect(shepherd_path), fds[4], n = stdio_fds(&args, fds);
-
-	if (fd < 0 || msg_send(request, fd, fds, n) < 0) {
-		int saved = errno;
-
-		free(request->buf);
-		if (fd >= 0)
-			close(fd);
-		errno = saved;
-		return -1;
-	}
-	rx_init(&shepherd, fd);
-	phase = P_SPAWNING;
-	return 0;
-}
-
-static void remember(const struct frame *f)
-{
-	const char *task = frame_get(f, "TASK"), *path = frame_get(f, "SOCKET");
-
-	snprintf(task_key, sizeof(task_key), "%s", task ? task : "");
-	snprintf(shepherd_path, sizeof(shepherd_path), "%s", path ? path : "");
-}
-
-static void start(const struct frame *f)
-{
-	struct msg m;
-
-	remember(f);
-	build_spawn(&m, &args, f);
-	if (shepherd_connect(&m) < 0) {
-		say("could not hand the job to its capsule at %s: %s", shepherd_path, strerror(errno));
-		_exit(1);
-	}
-}
-
-static void try_attach(void)
-{
-	struct msg m;
-
-	msg_init(&m, GC_ATTACHTASK);
-	msg_str(&m, "TASK", task_key);
-	if (shepherd_connect(&m) == 0) {
-		attach_wanted = false;
-		attaching = true;
-		lost_since = NEVER;
-	} else if (lost_since == NEVER) {
-		lost_since = now_ms();
-	}
-}
-
-static void shepherd_gone(bool expected)
-{
-	rx_close(&shepherd);
-	if (phase == P_ENDED)
-		return;
-	phase = expected ? P_DETACHED : P_LOST;
-	lost_since = expected ? NEVER : now_ms();
-}
 
 /* --- what the agent says --- */
 
@@ -247,6 +80,7 @@ static void agent_frame(struct frame *f)
 		decided = true;
 		if (phase == P_WAITING || phase == P_DETACHED || phase == P_LOST) {
 			remember(f);
+			restored = frame_int(f, "RESTORED", 0);
 			attach_wanted = true;
 			try_attach();
 		}
@@ -264,6 +98,10 @@ static void agent_frame(struct frame *f)
 		break;
 	case GC_PRINT:
 		print_msg(f);
+		break;
+	case GC_PLACED:
+		if (phase == P_PLACING)
+			let_go();
 		break;
 	default: /* not for a supervisor */
 		agent_gone();
@@ -292,6 +130,9 @@ static void task_ended(int status)
 	end_status = status;
 	phase = P_ENDED;
 	ended_at = now_ms();
+	if (args.pmi_fd >= 0)
+		close(args.pmi_fd); /* slurmstepd ends the step when nobody holds the other end any more */
+	args.pmi_fd = -1;
 	/* A notice that is pending at this very moment counts: Slurm will requeue the job that has just ended. */
 	take_signals();
 	send_ended();
@@ -300,25 +141,21 @@ static void task_ended(int status)
 static void shepherd_frame(struct frame *f)
 {
 	const char *why = frame_get(f, "MSG");
-	struct msg m;
 	int err;
 
 	switch (f->type) {
 	case GC_SPAWNED:
-		if (phase != P_SPAWNING)
-			break;
-		msg_init(&m, GC_GO);
-		msg_str(&m, "TASK", task_key);
-		if (msg_send(&m, shepherd.fd, NULL, 0) < 0)
-			break;
-		phase = P_RUNNING;
-		give_queued();
-		break;
 	case GC_ATTACHED:
 		if (phase != P_SPAWNING)
 			break;
-		phase = P_RUNNING;
-		give_queued();
+		/* A checkpoint may have come between SPAWNED and GO. */
+		held_pid = f->type == GC_SPAWNED || frame_int(f, "HELD", 0) ? frame_int(f, "PID", 0) : 0;
+		if (held_pid && is_step(&args)) {
+			phase = P_PLACING;
+			ask_place();
+		} else {
+			let_go();
+		}
 		break;
 	case GC_EXITED:
 		task_ended((int)frame_int(f, "STATUS", DIED_STATUS << 8));
@@ -382,14 +219,14 @@ static void on_time(void)
 			send_ended();
 		} else if (agent_connect() < 0) {
 			err = errno;
-			if (!decided && now - away_since >= (args.restart > 0 ? RESTART_CONTACT_MS : FIRST_CONTACT_MS))
+			if (!decided && now - away_since >= (args.restart > 0 || is_step(&args) ? RESTART_CONTACT_MS : FIRST_CONTACT_MS))
 				unreachable(&args, &original_mask, err);
 		}
 	}
 	if (term_since != NEVER && agent.fd < 0 && now - term_since >= TERM_PATIENCE_MS &&
 	    now - away_since >= TERM_PATIENCE_MS) {
-		if (phase == P_WAITING)
-			exit_like(SIGTERM); /* nothing runs yet */
+		if (phase == P_WAITING || phase == P_PLACING)
+			exit_like(SIGTERM); /* nothing runs yet, and a held task ends with us */
 		agent_answer(SIGTERM, true);
 	}
 	if (attach_wanted && shepherd.fd < 0)

@@ -24,7 +24,7 @@ int task_parse(struct task_args *a, int argc, char **argv)
 		{ "socket", 1, NULL, 's' }, { "job", 1, NULL, 'j' },	  { "step", 1, NULL, 't' },
 		{ "rank", 1, NULL, 'r' },   { "nodes", 1, NULL, 'n' },	  { "signal", 1, NULL, 'g' },
 		{ "dir", 1, NULL, 'd' },    { "interval", 1, NULL, 'i' }, { "when-unprotected", 1, NULL, 'w' },
-		{ NULL, 0, NULL, 0 },
+		{ "nodeid", 1, NULL, 'I' }, { NULL, 0, NULL, 0 },
 	};
 	const char *env;
 	long long n;
@@ -45,6 +45,7 @@ int task_parse(struct task_args *a, int argc, char **argv)
 		case 'd': a->dir = optarg; break;
 		case 'i': a->interval = optarg; break;
 		case 'r': ok = parse_number(optarg, 0, 1 << 30, &a->rank); break;
+		case 'I': ok = parse_number(optarg, 0, 1 << 30, &a->nodeid); break;
 		case 'n': ok = parse_number(optarg, 1, 1 << 30, &a->nodes); break;
 		case 'g': ok = parse_number(optarg, 0, SIGRTMAX, &a->signal); break;
 		case 'w':
@@ -60,8 +61,8 @@ int task_parse(struct task_args *a, int argc, char **argv)
 	}
 	a->argv = argv + optind;
 	if (!a->socket || !a->job || !a->argv[0]) {
-		say("usage: gpucr-task --socket PATH --job ID [--step KEY] [--rank R] [--nodes N] [--signal S] "
-		    "[--when-unprotected run|fail] [--dir D] [--interval T] -- COMMAND...");
+		say("usage: gpucr-task --socket PATH --job ID [--step KEY] [--rank R] [--nodeid I] [--nodes N] "
+		    "[--signal S] [--when-unprotected run|fail] [--dir D] [--interval T] -- COMMAND...");
 		return -1;
 	}
 	/* The count that Slurm's SPANK item would give is always 0; the variable is right. */
@@ -72,6 +73,11 @@ int task_parse(struct task_args *a, int argc, char **argv)
 	if (parse_number(env, 3, 1 << 20, &n))
 		a->pmi_fd = fcntl((int)n, F_GETFD) < 0 ? -1 : (int)n;
 	return 0;
+}
+
+bool is_step(const struct task_args *a)
+{
+	return strcmp(a->step, "batch") != 0;
 }
 
 static const char *env_or_empty(const char *name)
@@ -87,6 +93,7 @@ void build_hello(struct msg *m, const struct task_args *a, bool again, bool atta
 	msg_str(m, "JOB", a->job);
 	msg_str(m, "STEP", a->step);
 	msg_int(m, "RANK", a->rank);
+	msg_int(m, "NODEID", a->nodeid);
 	msg_int(m, "RESTART", a->restart);
 	msg_str(m, "NODES", env_or_empty("SLURM_JOB_NODELIST"));
 	msg_int(m, "NODECOUNT", a->nodes);
@@ -94,6 +101,9 @@ void build_hello(struct msg *m, const struct task_args *a, bool again, bool atta
 	msg_int(m, "SIGNAL", a->signal);
 	msg_str(m, "DIR", a->dir);
 	msg_str(m, "INTERVAL", a->interval);
+	/* The job control environment comes through --export=NONE too. */
+	msg_str(m, "COOKIE", *env_or_empty("GPUCR_COOKIE") ? env_or_empty("GPUCR_COOKIE")
+							    : env_or_empty("SLURM_SPANK_GPUCR_COOKIE"));
 	msg_str(m, "MODE", again ? "again" : "first");
 	msg_int(m, "ATTACHED", attached);
 	msg_int(m, "NOTICE", notice);
@@ -142,6 +152,11 @@ void build_spawn(struct msg *m, const struct task_args *a, const struct frame *s
 	umask(mask);
 	msg_init(m, GC_SPAWN);
 	msg_str(m, "TASK", task ? task : "");
+	msg_int(m, "RANK", a->rank);
+	if ((v = frame_get(start, "STDIO")))
+		msg_str(m, "STDIO", v);
+	if ((v = frame_get(start, "TOKEN")))
+		msg_str(m, "TOKEN", v);
 	msg_str(m, "CWD", cwd ? cwd : "/tmp");
 	free(cwd);
 	msg_fmt(m, "UMASK", "%o", (unsigned)mask);
@@ -187,6 +202,11 @@ void unreachable(const struct task_args *a, const sigset_t *mask, int err)
 {
 	const char *why = err == EPROTO ? "it speaks another protocol" : strerror(err);
 
+	/* A step's other tasks may run in capsules, where this one could not reach them. */
+	if (is_step(a)) {
+		say("agent not reachable at %s: %s; this step belongs to a protected job", a->socket, why);
+		_exit(1);
+	}
 	if (a->restart > 0 || a->fail_unprotected) {
 		say("agent not reachable at %s: %s; %s", a->socket, why,
 		    a->restart > 0 ? "a restarted job is not begun again without it"

@@ -83,6 +83,8 @@ void *msg_bytes(struct msg *m, size_t *size);
 void msg_copy(struct msg *m, const struct frame *f);
 
 int wire_connect(const char *path); /* descriptor, or -1 with errno */
+/* The same, but EPERM when neither root nor our own user listens there. */
+int wire_connect_trusted(const char *path);
 int wire_listen(const char *path);  /* replaces a stale socket file */
 int wire_peer(int fd, int *pid, unsigned *uid); /* SO_PEERCRED */
 

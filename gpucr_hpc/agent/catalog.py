@@ -86,11 +86,15 @@ class Catalog:
         await self._worker.call("record", job=job, name=name, data=json.dumps(value))
 
     async def first_run(self, job: str, after: str, excluded: str) -> None:
-        """Remember when a job ran first (only checkpoints with an id from `after` on are its own), and which nodes
-        its user excludes."""
+        """Remember when a job ran first: only checkpoints with an id from `after` on are its own. And the nodes
+        that its user excluded."""
         await self.note(job, _ORIGIN, {"after": after, "excluded": excluded})
         for name in (_LATEST, _ENDED):
             await self._worker.call("record", job=job, name=name, delete=True)
+
+    async def excluded(self, job: str) -> str:
+        """Nodes that the user excluded when the job ran first."""
+        return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
 
     async def note_latest(self, job: str, checkpoint: str) -> None:
         """Part of a commit: a set that is noted here and has gone later is missed, not forgotten."""
@@ -101,10 +105,6 @@ class Catalog:
         own = await self.entries(job)
         for entry in own[: max(0, len(own) - max(1, keep_last))]:
             await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
-
-    async def own_excluded(self, job: str) -> str:
-        """Nodes that the user excluded when the job first ran."""
-        return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
 
     async def ended(self, job: str, run: int, status: int) -> None:
         """Remember that a job ended by itself although Slurm was about to requeue it."""

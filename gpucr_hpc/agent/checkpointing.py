@@ -229,7 +229,7 @@ async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) ->
     job.set_phase(Phase.LEAVING)
     assert job.geometry is not None
     try:
-        await slurm.keep_away(info or await slurm.job(job.job), list(job.geometry.nodes), job.own_excluded)
+        await slurm.keep_away(info or await slurm.job(job.job), list(job.geometry.nodes), job.excluded)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
     await job.leave(message)

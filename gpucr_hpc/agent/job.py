@@ -48,7 +48,7 @@ class ProtectedJob:
         self.tasks: set[str] = set()  # keys of those that the shepherd has, ended or not
         self.expected: set[str] = set()  # keys of those whose supervisors a restore waits for
         self.store_root = context.config.store.root
-        self.own_excluded = ""
+        self.excluded = ""
         self.last: dict[str, Any] = {}
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
@@ -75,7 +75,7 @@ class ProtectedJob:
                 "store_root": self.store_root,
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
                 "supervisor": self._batch,
-                "own_excluded": self.own_excluded,
+                "excluded": self.excluded,
                 "last": self.last,
                 **self.steps.state(),
             }
@@ -99,7 +99,7 @@ class ProtectedJob:
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
-        self.own_excluded = state["own_excluded"]
+        self.excluded = state["excluded"]
         if state["geometry"]:
             self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None

@@ -153,7 +153,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     info = info or await slurm.job(job.job)
     job.geometry = await geometry_of(info, None)
     if job.run == 0:
-        job.own_excluded = info.excluded_nodes
+        job.excluded = info.excluded_nodes
     job.run_dir.make(job.uid, job.gid)
     builder, *_ = await asyncio.gather(
         build(
@@ -178,7 +178,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
 async def _note_first_run(job: ProtectedJob) -> None:
     """Also the first touch of the store: a job whose store cannot be written learns it at its start."""
     async with job.worker() as worker:
-        await Catalog(job.context, worker, job.store_root).first_run(job.job, new_checkpoint_id(), job.own_excluded)
+        await Catalog(job.context, worker, job.store_root).first_run(job.job, new_checkpoint_id(), job.excluded)
 
 
 async def without_capsule(job: ProtectedJob, supervisor: Supervisor) -> None:

@@ -43,7 +43,7 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
             text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
             await supervisor.refuse(text, code)
             return
-        job.own_excluded = await catalog.own_excluded(job.job)
+        job.excluded = await catalog.excluded(job.job)
         candidates, problems = await catalog.candidates(job.job, job.uid)
         for problem in problems:
             log.warning("checkpoint not usable", job=job.job, problem=problem)

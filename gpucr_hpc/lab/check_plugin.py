@@ -17,7 +17,6 @@ from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import CHECKOUT
 
 INCLUDES = {"26.05": "/usr/include", "24.11": "/opt/slurm-24.11/include"}
-PROGRAMS = ("gpucr-init", "gpucr-task")
 _CHECK = r"""
 set -eu
 mount --make-rprivate /
@@ -58,10 +57,10 @@ def main() -> int:
                 results = [line for line in said.splitlines() if "ok" in line.split() or "passed" in line]
                 print(f"C parts, headers of Slurm {series}: make check passed", *results, sep="\n  ", flush=True)
             (source / "build").mkdir(exist_ok=True)
-            for name in PROGRAMS:
-                fresh = source / "build" / f".{name}.new"
-                shutil.copy2(Path(work) / "out" / name, fresh)
-                fresh.rename(source / "build" / name)
+            for program in (Path(work) / "out").glob("gpucr-*"):
+                fresh = source / "build" / f".{program.name}.new"
+                shutil.copy2(program, fresh)
+                fresh.rename(source / "build" / program.name)
     except GpucrError as error:
         print(f"check_plugin: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -32,19 +32,19 @@ async def _requeue(verb: str, job_id: str) -> None:
         raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
 
 
-async def keep_away(info: query.JobInfo, nodes: list[str], own_excluded: str) -> None:
+async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str) -> None:
     """After a requeue: the same number of nodes, soon, and not these when enough others have room now.
 
-    own_excluded: nodes that the user himself excludes; those of earlier moves come off the list again. Without
+    excluded: nodes that the user himself excludes; those of earlier moves come off the list again. Without
     `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin time lies in
     the future while it is still COMPLETING. Failures only cost time, so they are not raised.
     """
     changes = [f"NumNodes={len(nodes)}-{len(nodes)}"] if len(nodes) > 1 else []
     # A node that the user asks for and that is excluded would let the job wait for ever.
     away = not info.required_nodes and await query.enough_free_elsewhere(info, nodes)
-    excluded = ",".join(filter(None, [own_excluded, *(nodes if away else [])]))
-    if excluded != info.excluded_nodes:
-        changes.append(f"ExcNodeList={excluded}")
+    wanted = ",".join(filter(None, [excluded, *(nodes if away else [])]))
+    if wanted != info.excluded_nodes:
+        changes.append(f"ExcNodeList={wanted}")
     config = await query.config()
     version = tuple(int(n) for n in re.findall(r"\d+", config.get("slurm_version", ""))[:2])
     if version < _REQUEUE_DELAY_SINCE or "requeue_delay" not in config.get("schedulerparameters", ""):

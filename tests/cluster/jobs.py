@@ -7,6 +7,9 @@ import os
 import re
 import shutil
 import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,13 +56,18 @@ class JobRun:
 
     @property
     def raw(self) -> str:
-        """Everything in the output file."""
-        return self.file(f"{self.name}.out")
+        """Everything that the job, gpucr and Slurm wrote."""
+        return self.file(f"{self.name}.out") + self.file(f"{self.name}.err")
 
     @property
     def out(self) -> str:
         """What the job wrote itself."""
-        return _FOREIGN.sub("", self.raw)
+        return _FOREIGN.sub("", self.file(f"{self.name}.out"))
+
+    @property
+    def err(self) -> str:
+        """The same of an error file of its own."""
+        return _FOREIGN.sub("", self.file(f"{self.name}.err"))
 
     def says(self, text: str, timeout_s: float = 60) -> JobRun:
         """Wait until the text is in the output; fails when the job ends without it."""
@@ -249,3 +257,26 @@ def agent_back(lab: Lab, node: str) -> None:
     """Wait until the node's agent, killed by a fault or by us, answers again."""
     ask = ["gpucr", "status", "--json"]
     wait_until(lambda: lab.exec(node, ask, check=False).status == 0, 20, f"an agent on {node}")
+
+
+@contextmanager
+def configured(lab: Lab, extra: str, nodes: Sequence[str] = ()) -> Iterator[None]:
+    """More lines in the [agent] table of gpucr.toml on some nodes (all), with agents that have read them."""
+    wanted = list(nodes) or lab.nodes()[1:]
+    before = {node: (lab.root(node) / "etc/gpucr/gpucr.toml").read_text() for node in wanted}
+    try:
+        for node in wanted:
+            (lab.root(node) / "etc/gpucr/gpucr.toml").write_text(before[node] + extra + "\n")
+            kill_agent(lab, node, "TERM")
+        yield
+    finally:
+        for node in wanted:
+            (lab.root(node) / "etc/gpucr/gpucr.toml").write_text(before[node])
+            kill_agent(lab, node, "TERM")
+
+
+def each(orders: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Carry out several orders at the same time; their results, or the first error."""
+    orders = list(orders)
+    with ThreadPoolExecutor(max(1, len(orders))) as pool:
+        return [done.result() for done in [pool.submit(order) for order in orders]]

@@ -129,7 +129,9 @@ class ProxyLab:
         assert self.peer
         self.peer.send(make(kind, *lists, KEY=self.srun.get("KEY"), **fields))
 
-    def plan(self, tasks: int, label: int = 0, stdin: str = "none", out: str = "", err: str = "", append: int = 0) -> None:
+    def plan(
+        self, tasks: int, label: int = 0, stdin: str = "none", out: str = "", err: str = "", append: int = 0
+    ) -> None:
         self.say(Type.PLAN, TASKS=tasks, LABEL=label, STDIN=stdin, STDOUT=out, STDERR=err, APPEND=append)
 
     def task(self, rank: int) -> FakeTask:

@@ -223,7 +223,7 @@ def test_detach_and_attach(up: Lab) -> None:
     assert b"a\n" == task.stdout.readline()
     found = up.processes()
     told = up.detach()
-    assert [f"batch.0:{status_of(found['sh'])['NSpid'].split()[-1]}:running"] == told.all("TASKS")
+    assert [f"batch.0:{status_of(found['sh'])['NSpid'].split()[-1]}:none:running"] == told.all("TASKS")
     # Only the listening socket stays; our own connection goes when the shepherd has seen its end.
     wait_until(lambda: 1 == sum(v.startswith("socket") for v in fds_of(found["gpucr-shepherd"]).values()))
     task.send_signal(signal.SIGUSR1)

@@ -1,0 +1,106 @@
+"""Every example runs as it is, is moved in the middle, and ends as the undisturbed run beside it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from jobs import Bench, JobRun, bench
+
+from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.nodes import CHECKOUT
+
+EXAMPLES = CHECKOUT / "examples"
+
+
+def submit(at: Bench, name: str, words: list[str], env: dict[str, str]) -> JobRun:
+    """sbatch as a user types it, in the directory of the scripts."""
+    assigned = [f"{key}={value}" for key, value in env.items()]
+    argv = ["env", "-C", at.inside, *assigned, "sbatch", "--parsable", "-o", f"{name}.out", *words]
+    job = int(at.lab.exec("ctl", argv, user=at.user).stdout.split(";")[0])
+    return JobRun(at.lab, job, at.user, at.directory, name)
+
+
+def moved_and_undisturbed(lab: Lab, words: list[str], sign: str, **env: str) -> tuple[JobRun, JobRun]:
+    """Two runs side by side; the first is moved once `sign` is in its output. Both have ended well."""
+    at = bench(lab, words[0].removesuffix(".sh"))
+    for path in EXAMPLES.iterdir():
+        if path.is_file():
+            at.put(path.name, path.read_text())
+    moved, plain = (submit(at, name, words, env) for name in ("moved", "plain"))
+    moved.running().says(sign).move()
+    for job in (moved, plain):
+        job.end(timeout_s=150)
+    assert (1, 0) == (moved.restarts, plain.restarts)
+    assert moved.node not in moved.moves
+    return moved, plain
+
+
+def result(job: JobRun) -> str:
+    (line,) = (line for line in job.out.splitlines() if line.startswith("RESULT"))
+    return line
+
+
+@pytest.mark.parametrize(
+    ("words", "sign"),
+    [
+        (["counter.sh", "80", "0.1"], "step 15\n"),
+        (["iterate.sh", "40", "16", "0.15"], "step 10 of"),
+        (["pool.sh", "120", "0.15"], "20 of 120"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_example_moves(lab, words, sign):
+    """The same result, and every line of the output once and in order."""
+    moved, plain = moved_and_undisturbed(lab, words, sign)
+    assert result(plain) == result(moved)
+    assert plain.out == moved.out
+
+
+@pytest.fixture(scope="session")
+def openmm(require_lab) -> str:
+    """OpenMM for the lab's Python, unpacked on the shared directory; its place in the nodes.
+
+    Debian does not have it: the wheel comes from the package index, once.
+    """
+    lab: Lab = require_lab()
+    shown = lab.exec("n1", ["python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).stdout.strip()
+    wheels = lab.cache / "wheels" / shown
+    if not list(wheels.glob("[Oo]pen[Mm][Mm]-*.whl")):
+        fresh = wheels.with_name(f"{shown}.new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(fresh)]
+        subprocess.run([*argv, "--python-version", shown, "openmm"], check=True, stdin=subprocess.DEVNULL)
+        shutil.rmtree(wheels, ignore_errors=True)
+        fresh.rename(wheels)
+    (wheel,) = wheels.glob("[Oo]pen[Mm][Mm]-*.whl")
+    target = lab.state / "shared/python" / wheel.stem
+    if not (target / "openmm").is_dir():
+        unpack(wheel, target)
+    return f"/shared/python/{wheel.stem}"
+
+
+def unpack(wheel: Path, target: Path) -> None:
+    """Unpack for everybody to read; the last step is the rename."""
+    half = target.with_name(f"{target.name}.new")
+    shutil.rmtree(half, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(half)
+    for directory, _, names in os.walk(half):
+        os.chmod(directory, 0o755)
+        for name in names:
+            os.chmod(Path(directory, name), 0o644)
+    target.parent.chmod(0o755)
+    half.rename(target)
+
+
+def test_folding_moves(lab, openmm):
+    """A protein that is half folded goes on to fold, bit for bit as an undisturbed one."""
+    moved, plain = moved_and_undisturbed(lab, ["folding.sh", "1200"], "step 200 of", PYTHONPATH=openmm)
+    assert result(plain) == result(moved)
+    assert plain.out == moved.out
