@@ -80,7 +80,8 @@ class CudaConfig:
     GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to rest; short, since a rank that waits in
     a collective for a locked one never does. copy_limit_s: time limit of a copy between GPU and host, to which is
     added, for each GiB of it, copy_limit_s_per_gib: seconds. memory_wait_s: how long a restore waits for GPU memory
-    that another program holds.
+    that another program holds. stop_threads: whether GPU processes are dumped stopped, so that none of their threads
+    runs before GPU memory is back (JAX needs it); see docs/gpu.md for what was seen with and without.
     """
 
     driver: str = "auto"
@@ -88,6 +89,7 @@ class CudaConfig:
     copy_limit_s: float = 60.0
     copy_limit_s_per_gib: float = 8.0
     memory_wait_s: float = 30.0
+    stop_threads: bool = False
 
 
 @dataclass(frozen=True)

@@ -247,7 +247,7 @@ async def settle(capsule: Capsule, run_dir: RunDir, config: CudaConfig) -> None:
     await network.unlock(capsule.job)
     gpus = NodeGpus(capsule.job, config)
     try:
-        await gpus.find(namespace_processes(capsule.init_pid))
+        await gpus.find(namespace_processes(capsule.init_pid), orphaned=True)
         await gpus.resume(run_dir.load_gpus())
     finally:
         await gpus.close()

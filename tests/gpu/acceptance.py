@@ -36,6 +36,7 @@ async def one(name: str, chosen: base.Case, args: argparse.Namespace, ends: floa
     if ends - start < 20:
         return result
     place = base.Place(Path(args.base), args.criu, name)
+    place.cuda(stop_threads=args.stop_threads)
     try:
         async with asyncio.timeout(min(chosen.limit_s, ends - start)):
             result["facts"] = await chosen.work(place, args)
@@ -85,6 +86,7 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="parts of names, with commas")
     parser.add_argument("--fake", action="store_true", help="the cases that need no card")
     parser.add_argument("--smoke", action="store_true", help="say first what the machine has")
+    parser.add_argument("--stop-threads", action="store_true", help="with cuda.stop_threads")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", default="", help="write the results there, too")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -54,3 +55,34 @@ async def fake_all(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     await passed(job, 60)
     steps(job)
     return {"journal": len((directory / "journal").read_text().splitlines())}
+
+
+@case("fake: only the driver's thread runs until GPU memory is back", gpus=0, limit_s=60)
+async def fake_threads(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """A checkpoint that lets the job run on, and a restore, each with a driver that takes its time."""
+    directory = fake(place)
+    place.cuda(stop_threads=True)
+    job = place.job()
+    await python(job, programs.FAKE.replace("STEPS", "500"), GPUCR_FAKE_GPU="t")
+    await job.advances()
+    seen = []
+    for leave in (False, True):
+        before = len(job.lines("driver.log"))
+        (directory / "inject").write_text("restore slow\n")
+        work = asyncio.ensure_future(job.checkpoint(leave=leave))
+        if leave:
+            await work
+            before = len(job.lines("driver.log"))
+            work = asyncio.ensure_future(job.restore(environment()))
+        counts = []
+        while not work.done():
+            counts.append((len(job.lines()), len(job.lines("driver.log"))))
+            await asyncio.sleep(0.05)
+        await work
+        alone = max(sum(1 for main, driver in counts if main == m and driver > before) for m, _ in counts)
+        seen.append(alone)
+        assert alone > 10, f"the main thread ran: {counts}"
+        await job.advances()
+    await passed(job, 30)
+    steps(job)
+    return {"samples_alone": seen}

@@ -104,10 +104,16 @@ log.write("passed\\n")
 
 # No card: counts, holds "GPU memory", has a file named as the driver's library mapped.
 FAKE = """
-import mmap, time
+import mmap, threading, time
 file = open("libcuda.so.fake", "w+b"); file.write(b"x" * 4096); file.flush()
 held = mmap.mmap(file.fileno(), 4096)
 memory = bytearray(b"g" * (32 << 20))
+def driver():
+    log = open("driver.log", "a", buffering=1)
+    while True:
+        log.write("alive\\n")
+        time.sleep(0.02)
+threading.Thread(target=driver, daemon=True).start()
 log = open("train.log", "a", buffering=1)
 for step in range(STEPS):
     log.write(f"{step} {memory[step]}\\n")

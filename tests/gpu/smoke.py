@@ -86,13 +86,13 @@ def driver(gib: float) -> None:
     timed("inventory", inventory.read)
     child = started(PLAIN, str(gib))
     shown(child.pid)
-    timed("own process has_cuda before cuInit", lambda: ctyped.has_cuda(os.getpid()))
-    timed("shell has_cuda", lambda: ctyped.has_cuda(os.getppid()))
+    timed("own process before cuInit", lambda: ctyped.restore_thread(os.getpid()))
+    timed("a shell", lambda: ctyped.restore_thread(os.getppid()))
     uuids = [gpu.uuid for gpu in inventory.read().gpus]
     for name, d in (("ctypes", ctyped), ("bindings", bindings)):
         print(name)
         for what, call in (
-            ("has_cuda", lambda d=d: d.has_cuda(child.pid)),
+            ("restore thread", lambda d=d: d.restore_thread(child.pid)),
             ("state", lambda d=d: d.state(child.pid)),
             ("unlock while running", lambda d=d: d.unlock(child.pid)),
             ("lock", lambda d=d: d.lock(child.pid, 500)),

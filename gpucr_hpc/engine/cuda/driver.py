@@ -45,8 +45,11 @@ class CallMissing(Exception):
 class Driver(Protocol):
     """pid: in the caller's pid namespace, also for processes of a nested one. Every call may raise CallFailed."""
 
-    def has_cuda(self, pid: int) -> bool:
-        """Whether the process has initialized CUDA. Must not be asked of a stopped or frozen process."""
+    def restore_thread(self, pid: int) -> int | None:
+        """The thread that does the driver's work in a process; None when it has not initialized CUDA.
+
+        Must not be asked of a stopped or frozen process.
+        """
 
     def state(self, pid: int) -> State: ...
 
@@ -104,14 +107,15 @@ class CtypesDriver:
             self._lib.cuGetErrorName(code, ctypes.byref(text))
             raise CallFailed(name, code, (text.value or b"?").decode())
 
-    def has_cuda(self, pid: int) -> bool:
+    def restore_thread(self, pid: int) -> int | None:
+        found = ctypes.c_int()
         try:
-            self._call("cuCheckpointProcessGetRestoreThreadId", pid, ctypes.byref(ctypes.c_int()))
+            self._call("cuCheckpointProcessGetRestoreThreadId", pid, ctypes.byref(found))
         except CallFailed as error:
             if error.code in NO_CUDA:
-                return False
+                return None
             raise
-        return True
+        return found.value
 
     def state(self, pid: int) -> State:
         found = ctypes.c_int()
@@ -159,14 +163,13 @@ class BindingsDriver:
             raise CallFailed(name, int(code), getattr(code, "name", "?"))
         return values[0] if values else None
 
-    def has_cuda(self, pid: int) -> bool:
+    def restore_thread(self, pid: int) -> int | None:
         try:
-            self._call("cuCheckpointProcessGetRestoreThreadId", pid)
+            return int(self._call("cuCheckpointProcessGetRestoreThreadId", pid))
         except CallFailed as error:
             if error.code in NO_CUDA:
-                return False
+                return None
             raise
-        return True
 
     def state(self, pid: int) -> State:
         return State(int(self._call("cuCheckpointProcessGetState", pid)))

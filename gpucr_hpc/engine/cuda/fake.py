@@ -2,7 +2,7 @@
 
 Its directory holds `gpus.json` (an Inventory, optional), one file of state for each process, and `inject`: lines of
 `CALL WHAT [COUNT]`, each taken off when it has acted COUNT times (1). CALL is lock, checkpoint, restore, unlock, state
-or look; WHAT is a number (the call returns this CUresult), `hang`, `die` (the worker), or `fail` (the process goes to
+or look; WHAT is a number (the call returns this CUresult), `hang`, `slow` (a second), `die` (the worker), or `fail` (the process goes to
 FAILED).
 A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid.
 """
@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpucr_hpc.engine.cuda import threads
 from gpucr_hpc.engine.cuda.driver import NOT_READY, CallFailed, State
 from gpucr_hpc.engine.cuda.inventory import Gpu, Inventory
 
@@ -46,9 +47,12 @@ class FakeDriver:
         uuid = "GPU-00000000-0000-0000-0000-000000000000"
         return Inventory("580.1", (Gpu(0, uuid, "Fake H100", 0, 80 * _GIB, 0),))
 
-    def has_cuda(self, pid: int) -> bool:
+    def restore_thread(self, pid: int) -> int | None:
+        """The youngest thread; of a process with one alone, that one."""
         self._inject("look", pid)
-        return self._name(pid) != "none"
+        if self._name(pid) == "none":
+            return None
+        return threads.inside(pid, max(int(entry) for entry in os.listdir(f"/proc/{pid}/task")))
 
     def state(self, pid: int) -> State:
         self._inject("state", pid)
@@ -97,6 +101,9 @@ class FakeDriver:
                 self._note(f"{call} {self._name(pid)} injected {what}")
             if what == "fail":
                 self._write(pid, State.FAILED)
+        if what == "slow":
+            time.sleep(1.0)
+            return
         if what == "hang":
             time.sleep(3600)
         elif what == "die":

@@ -8,8 +8,11 @@ does not matter what failed, or which agent had begun. One worker process for ea
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +45,7 @@ log = Log(__name__)
 _LOOK_LIMIT_S = 10.0
 _STATE_LIMIT_S = 10.0
 _START_LIMIT_S = 60.0
+_WAKE_LIMIT_S = 15.0
 _LOCK_GRACE_S = 5.0
 _RESUME_LIMIT_S = 120.0
 _PROBE_MS, _PROBE_TRIES = 2000, 5
@@ -49,13 +53,17 @@ _PROBE_MS, _PROBE_TRIES = 2000, 5
 
 @dataclass(frozen=True)
 class GpuProcess:
-    """pid on the host, nspid in the capsule. cards: minor numbers that it has open. bytes: its GPU memory."""
+    """pid on the host, nspid in the capsule. cards: minor numbers that it has open. bytes: its GPU memory.
+
+    thread: the driver's own in it, by its number in the capsule.
+    """
 
     pid: int
     nspid: int
     name: str
     cards: tuple[int, ...] = ()
     bytes: int = 0
+    thread: int = 0
 
 
 class NodeGpus:
@@ -75,26 +83,35 @@ class NodeGpus:
 
     # --- before ---------------------------------------------------------------------------------------------
 
-    async def find(self, processes: list[Process]) -> None:
-        """Look for the GPU processes among all of the capsule; those known stay."""
+    async def find(self, processes: list[Process], *, orphaned: bool = False) -> None:
+        """Look for the GPU processes among all of the capsule; those known stay.
+
+        orphaned: stopped ones may have been left so by an agent that died; they are let go on first.
+        """
         maybe = procfs.candidates(processes)
         known = {p.pid for p in self.processes}
         wanted = [p for p in maybe if p.pid not in known]
         if not wanted or self._config.driver == "off":
             return
         stopped = next((p for p in wanted if p.state in "Tt"), None)
-        if stopped is not None:
+        if orphaned and self._config.stop_threads:
+            for p in wanted:
+                if p.state == "T":
+                    os.kill(p.pid, signal.SIGCONT)
+        elif stopped is not None:
             # Its driver thread cannot answer, and the question would hang.
             raise CutNotPossible(job=self._job, reason=f"{stopped.name} (pid {stopped.nspid}) is stopped")
         first = self._worker(wanted[0].pid)
-        found = set(await first.call("look", _LOOK_LIMIT_S, pids=[p.pid for p in wanted]))
+        found = dict(await first.call("look", _LOOK_LIMIT_S, pids=[p.pid for p in wanted]))
         if found and self.inventory is None:
             self.inventory = Inventory.from_dict(await first.call("inventory", _START_LIMIT_S))
         used = self.inventory.used if self.inventory is not None else {}
         for p in wanted:
             if p.pid in found:
                 cards = tuple(procfs.cards(p.pid))
-                self.processes.append(GpuProcess(p.pid, p.nspid, p.name, cards, used.get(p.pid, 0)))
+                self.processes.append(
+                    GpuProcess(p.pid, p.nspid, p.name, cards, used.get(p.pid, 0), found[p.pid])
+                )
 
     def _worker(self, pid: int) -> CudaWorker:
         if pid not in self._workers:
@@ -132,7 +149,7 @@ class NodeGpus:
             "driver": self.inventory.driver,
             "gpus": [vars(gpu) for gpu in self.seen()],
             "given": self.given(),
-            "processes": [{"nspid": p.nspid, "bytes": p.bytes} for p in self.processes],
+            "processes": [{"nspid": p.nspid, "bytes": p.bytes, "thread": p.thread} for p in self.processes],
             "took_s": self.took_s,
         }
 
@@ -178,6 +195,20 @@ class NodeGpus:
             if procfs.maps_managed_memory(process.pid):
                 error.fields["reason"] = f"it uses managed memory (cudaMallocManaged); {error.fields['reason']}"
             raise
+        if self._config.stop_threads:
+            await self._call(process, "stop", _STATE_LIMIT_S)
+
+    @asynccontextmanager
+    async def _awake(self, process: GpuProcess) -> AsyncIterator[None]:
+        """While the driver works in a process that `_checkpoint` has stopped, no other thread of it runs."""
+        held = self._config.stop_threads and await self._call(
+            process, "wake", _WAKE_LIMIT_S, thread=process.thread
+        )
+        try:
+            yield
+        finally:
+            if held:
+                await self._worker(process.pid).call("release", _STATE_LIMIT_S)
 
     def verify(self, processes: Sequence[Process]) -> None:
         """Raise when a process of the capsule still holds a device: CRIU would refuse it, or lose what is behind it."""
@@ -225,7 +256,11 @@ class NodeGpus:
             process = by_nspid.get(entry["nspid"])
             if process is None:
                 raise CudaCallFailed(pid=entry["nspid"], call="Restore", reason="the process did not come back")
-            self.processes.append(GpuProcess(process.pid, process.nspid, process.name, bytes=entry["bytes"]))
+            self.processes.append(
+                GpuProcess(
+                    process.pid, process.nspid, process.name, bytes=entry["bytes"], thread=entry.get("thread", 0)
+                )
+            )
 
     async def restore(self, gpus: dict[str, str]) -> None:
         """Bring GPU memory back after CRIU's restore; all stay locked until `unlock`. gpus: see complete_map."""
@@ -234,6 +269,10 @@ class NodeGpus:
         self.took_s["restore"] = round(time.monotonic() - start, 3)
 
     async def _restore(self, process: GpuProcess, gpus: dict[str, str]) -> None:
+        async with self._awake(process):
+            await self._restore_awake(process, gpus)
+
+    async def _restore_awake(self, process: GpuProcess, gpus: dict[str, str]) -> None:
         state = await self._state(process)
         if state is not State.CHECKPOINTED:
             raise CudaCallFailed(pid=process.nspid, call="Restore", reason=f"it came back as {state.name}")
@@ -276,14 +315,15 @@ class NodeGpus:
         last: GpucrError | None = None
         while time.monotonic() < deadline:
             try:
-                state = await self._state(process)
-                if state is State.RUNNING:
-                    return
-                if state is State.FAILED:
-                    raise CudaProcessFailed(pid=process.nspid, call=str(last or "a call"))
-                if state is State.CHECKPOINTED:
-                    await self._call(process, "restore", self.limit_s(process), gpus=gpus or {})
-                await self._call(process, "unlock", _STATE_LIMIT_S)
+                async with self._awake(process):
+                    state = await self._state(process)
+                    if state is State.RUNNING:
+                        return
+                    if state is State.FAILED:
+                        raise CudaProcessFailed(pid=process.nspid, call=str(last or "a call"))
+                    if state is State.CHECKPOINTED:
+                        await self._call(process, "restore", self.limit_s(process), gpus=gpus or {})
+                    await self._call(process, "unlock", _STATE_LIMIT_S)
             except CudaProcessFailed:
                 raise
             except (CudaError, HostError) as error:

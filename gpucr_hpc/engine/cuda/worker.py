@@ -14,8 +14,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from gpucr_hpc.capsule.processes import read_process
 from gpucr_hpc.engine.cuda import driver as drivers
-from gpucr_hpc.engine.cuda import inventory
+from gpucr_hpc.engine.cuda import inventory, threads
 from gpucr_hpc.engine.cuda.driver import CallFailed, CallMissing, Driver
 from gpucr_hpc.engine.cuda.fake import FakeDriver
 from gpucr_hpc.errors import (
@@ -34,6 +35,7 @@ class Worker:
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._driver: Driver | None = None
+        self._held: threads.Held | None = None
 
     @property
     def driver(self) -> Driver:
@@ -53,9 +55,33 @@ class Worker:
             return self.driver.inventory().as_dict()
         return inventory.read().as_dict()
 
-    def do_look(self, pids: list[int]) -> list[int]:
-        """Those of these processes that have initialized CUDA."""
-        return [pid for pid in pids if os.path.exists(f"/proc/{pid}") and self.driver.has_cuda(pid)]
+    def do_look(self, pids: list[int]) -> list[list[int]]:
+        """[pid, its driver's thread] of those of these processes that have initialized CUDA."""
+        alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+        return [[pid, tid] for pid in alive if (tid := self.driver.restore_thread(pid)) is not None]
+
+    def do_stop(self, pid: int) -> None:
+        threads.stop(pid)
+
+    def do_wake(self, pid: int, thread: int) -> bool:
+        """Let the driver's thread (its number in the process's namespace) of a stopped process run, alone.
+
+        False when the process was not stopped, and nothing is done.
+        """
+        process = read_process(pid)
+        if process is None or process.state != "T":
+            return False
+        alone = threads.outside(pid, thread)
+        if alone is None:
+            raise CudaCallFailed(pid=pid, call="wake", reason=f"it has no thread {thread}")
+        self._held = threads.Held(pid, alone)
+        return True
+
+    def do_release(self) -> None:
+        """Let the threads go that `wake` held back."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.release()
 
     def do_state(self, pid: int) -> int:
         return int(self.driver.state(pid))
