@@ -59,6 +59,8 @@ class Catalog:
         entries = [e for e in await self.entries(job) if e.checkpoint >= origin.get("after", "")]
         problems = [str(e.problem) for e in entries if e.problem is not None]
         good = [e.manifest for e in entries if e.manifest is not None]
+        problems += [f"checkpoint {m.checkpoint} was made by another release" for m in good if "ranks" not in m.meta]
+        good = [m for m in good if "ranks" in m.meta]
         problems += [
             f"checkpoint {m.checkpoint} belongs to uid {m.uid}, not {uid}" for m in good if m.uid != uid
         ]

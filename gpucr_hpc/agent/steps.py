@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Step:
     env: dict[str, str]
     cwd: str
     umask: int
+    rlimits: list[str] = field(default_factory=list)
     supervised: bool = True
     pid: int = 0
     start: int = 0
@@ -121,6 +123,7 @@ class Steps:
             env=env,
             cwd=frame.get("CWD"),
             umask=int(frame.get("UMASK", "022"), 8),
+            rlimits=frame.all("RLIMIT"),
         )
         try:
             if not _KEY.fullmatch(step.key):
@@ -182,7 +185,7 @@ class Steps:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.key)), "--"),
-                *(find_program("srun"), *args.argv()),
+                *(*limits_argv(step.rlimits), find_program("srun"), *args.argv()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -286,6 +289,32 @@ class Steps:
             "steps": [step.as_dict() for step in self.steps.values()],
             "on_node": [dataclasses.asdict(step) for step in self.on_node.values()],
         }
+
+
+# Names that prlimit(1) has for the kernel's numbers.
+_LIMITS = {
+    0: "cpu", 1: "fsize", 2: "data", 3: "stack", 4: "core", 5: "rss", 6: "nproc", 7: "nofile", 8: "memlock", 9: "as",
+    10: "locks", 11: "sigpending", 12: "msgqueue", 13: "nice", 14: "rtprio", 15: "rttime",
+}  # fmt: skip
+_UNLIMITED = 18446744073709551615
+
+
+def limits_argv(limits: list[str]) -> list[str]:
+    """A prefix that gives the real srun the proxy's resource limits: srun hands its own to every task.
+
+    limits: `number:soft:hard`, as in the frame SRUN. A limit that the agent cannot give stays lower.
+    """
+    argv = []
+    for text in limits:
+        number, soft, hard = map(int, text.split(":"))
+        if number not in _LIMITS:
+            continue
+        ceiling = resource.getrlimit(number)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        shown = ["unlimited" if value >= _UNLIMITED else str(value) for value in (soft, hard)]
+        argv.append(f"--{_LIMITS[number]}={shown[0]}:{shown[1]}")
+    return [find_program("prlimit"), *argv, "--"] if argv else []
 
 
 def environment_of(pid: int) -> dict[str, str]:
