@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import faults
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import Geometry, build, network
+from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, discard
+from gpucr_hpc.capsule.processes import descendants
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError
+from gpucr_hpc.errors import CoordinationError, GpucrError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -56,6 +59,7 @@ class NodeRestore:
         )
         await self._roll_back_files()
         job.steps.adopt({"on_node": self._meta["steps"]})
+        job.forget_failure()
         job.tasks = {t["key"] for t in self._meta["tasks"]}
         job.expected = job.tasks - {"batch"}
         job.set_phase(Phase.RESTORING)
@@ -122,7 +126,22 @@ class NodeRestore:
             supervisor = job.supervisors.get(task["key"])
             if supervisor is not None and supervisor is not first:
                 await job.place(supervisor, task["pid"], whole_tree=True)
+        if "batch" not in job.supervisors:
+            self._keep_from_step()
         log.info("tree restored", job=job.job, took_s=time.monotonic() - started)
+
+    def _keep_from_step(self) -> None:
+        """Memory of the tree was charged to the first step; its end must not take the capsule along, so what is no
+        task of a step goes to the agent's own control groups."""
+        assert self._job.capsule is not None
+        processes = namespace_processes(self._job.capsule.init_pid)
+        tasks = {t["pid"] for t in self._meta["tasks"]}
+        roots = [p for p in processes if p.nspid in tasks]
+        kept = {p.pid for root in roots for p in (root, *descendants(processes, root.pid))}
+        for process in processes:
+            if process.pid not in kept:
+                with contextlib.suppress(GpucrError, OSError):
+                    cgroup.place(process.pid, like=os.getpid())
 
     async def open(self, message: str) -> None:
         """Every node has its tree back: packets pass, supervisors relay."""
