@@ -34,9 +34,9 @@ _SUPERVISORS_LIMIT_S = 120.0
 class NodeRestore:
     """Build, run, open; or undo. The job's geometry, identity and run are set before."""
 
-    def __init__(self, job: ProtectedJob, manifest: Manifest, worker: WorkerClient | None = None) -> None:
+    def __init__(self, job: ProtectedJob, manifest: Manifest) -> None:
         self._job, self._manifest = job, manifest
-        self._worker = worker
+        self._worker: WorkerClient | None = None
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
         self.report: list[str] = []
@@ -47,9 +47,8 @@ class NodeRestore:
         assert context.criu is not None
         assert isinstance(job.geometry, Geometry)
         engine.check_host(self._meta, context.criu)
-        if self._worker is None:
-            job.run_dir.make(job.uid, job.gid)
-            self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
+        job.run_dir.make(job.uid, job.gid)
+        self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
         await self._worker.call(
             "serve",
             job=job.job,

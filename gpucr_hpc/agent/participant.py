@@ -13,10 +13,10 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.engine import preflight, stream
-from gpucr_hpc.engine.dump import Dump, Frozen, remove_link_remaps
+from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
 from gpucr_hpc.engine.openfiles import writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
-from gpucr_hpc.engine.worker_client import WorkerClient, pipe
+from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
 from gpucr_hpc.log import Log
 
@@ -148,20 +148,6 @@ class LocalParticipant:
         if self._locked and self._capsule.alive():
             await network.unlock(self._capsule.job)
         self._locked = False
-
-
-async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
-    """Put a small file of our own into the image that a worker writes."""
-    read, write = pipe()
-
-    def feed() -> None:
-        with open(write, "wb") as file:
-            file.write(content)
-
-    fed = asyncio.get_running_loop().run_in_executor(None, feed)
-    with open(read, "rb"):
-        await worker.call("add", [read], name=name)
-    await fed
 
 
 def resident_bytes(pids: list[int]) -> int:

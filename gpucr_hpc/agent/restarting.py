@@ -13,9 +13,7 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.engine import stream
-from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import GpucrError, PeerLost, RestoreFailed
+from gpucr_hpc.errors import CapsuleError, GpucrError, PeerLost, RestoreFailed
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -31,35 +29,29 @@ HELD_EXIT_CODE = 125
 
 async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
     """Decide how a restarted job goes on, and let it. Raises what keeps a good checkpoint from coming back."""
-    job.run_dir.make(job.uid, job.gid)
-    worker = job.worker()
-    try:
-        await worker.start(job.run_dir.images, stream.SERVE_SOCKET)
+    async with job.worker() as worker:
         catalog = Catalog(job.context, worker, job.store_root)
         ended = await catalog.ended_before(job.job, job.run)
-        if ended is not None:
-            job.run_dir.remove()
-            code = lead.exit_code(ended)
-            text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
-            await supervisor.refuse(text, code)
-            return
         job.excluded = await catalog.excluded(job.job)
-        candidates, problems = await catalog.candidates(job.job, job.uid)
-        for problem in problems:
-            log.warning("checkpoint not usable", job=job.job, problem=problem)
-            await supervisor.print(problem)
-        for manifest in candidates:
-            try:
-                await _restore(job, supervisor, worker, manifest, info)
-                return
-            except (RestoreFailed, PeerLost):
-                raise  # an older set would lose work and most likely fail alike
-            except GpucrError as error:
-                problems.append(str(error))
-                log.warning("checkpoint not usable", job=job.job, problem=str(error))
-                await supervisor.print(f"checkpoint {manifest.checkpoint} is not used: {error}")
-    finally:
-        await worker.close()
+        candidates, problems = await catalog.candidates(job.job, job.uid) if ended is None else ([], [])
+    if ended is not None:
+        code = lead.exit_code(ended)
+        text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
+        await supervisor.refuse(text, code)
+        return
+    for problem in problems:
+        log.warning("checkpoint not usable", job=job.job, problem=problem)
+        await supervisor.print(problem)
+    for manifest in candidates:
+        try:
+            await _restore(job, supervisor, manifest, info)
+            return
+        except (RestoreFailed, PeerLost, CapsuleError):
+            raise  # an older set would lose work and most likely fail alike
+        except GpucrError as error:
+            problems.append(str(error))
+            log.warning("checkpoint not usable", job=job.job, problem=str(error))
+            await supervisor.print(f"checkpoint {manifest.checkpoint} is not used: {error}")
     if problems:
         raise RestoreFailed(reason=problems[-1], log="the agent's journal")
     await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
@@ -93,14 +85,12 @@ class RemoteRestore:
         self._peer.close()
 
 
-async def _restore(
-    job: ProtectedJob, supervisor: Supervisor, worker: WorkerClient, manifest: Manifest, info: slurm.JobInfo
-) -> None:
+async def _restore(job: ProtectedJob, supervisor: Supervisor, manifest: Manifest, info: slurm.JobInfo) -> None:
     """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open."""
     start, context = time.monotonic(), job.context
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
     ranks = list(range(1, len(job.geometry.nodes)))
-    local = NodeRestore(job, manifest, worker)
+    local = NodeRestore(job, manifest)
     signed = manifest_file.encode(manifest, context.signing_key)
     parts: list[NodeRestore | RemoteRestore] = [local]
     try:

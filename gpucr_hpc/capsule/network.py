@@ -9,6 +9,7 @@ inside the namespace and the node's outside, so many jobs can use the same virtu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -238,6 +239,10 @@ async def remove(job: str) -> None:
 
 def _remove(job: str) -> None:
     if namespace_path(job).exists():
+        with contextlib.suppress(NetlinkError, OSError), NetNS(namespace_name(job)) as inside:
+            # The namespace is taken apart some time after its end; the tunnel's number must be free at once.
+            for index in inside.link_lookup(ifname=INTERFACE):
+                inside.link("del", index=index)
         try:
             namespaces.remove(namespace_name(job))
         except OSError:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import stream
+from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
 from gpucr_hpc.errors import GpucrError, StoreError
 from gpucr_hpc.image.keys import DataKey
@@ -103,6 +103,20 @@ class Worker:
         assert self._capture is not None
         return self._capture.began
 
+    def do_locate(self, pages: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
+        """Where pages lie in the image. pages: pid inside the namespace to addresses; (pages file, offset, pid,
+        address) of each that is in it."""
+        assert self._capture is not None
+        found = []
+        for pid, addresses in pages.items():
+            mapped = self._capture.pagemaps.get(int(pid))
+            for address in addresses if mapped is not None else ():
+                assert mapped is not None
+                offset = mapped.offset(address)
+                if offset is not None:
+                    found.append((f"pages-{mapped.pages_id}.img", offset, pid, address))
+        return found
+
     def do_progress(self) -> dict[str, int]:
         assert self._writer is not None
         return {"bytes_plain": self._writer.bytes_plain, "bytes_stored": self._writer.bytes_stored}
@@ -133,7 +147,10 @@ class Worker:
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
         assert self._reader is not None
-        stream.Serve(self._listener, self._reader).start()
+        patches = {}
+        if pagemap.PATCHES_STREAM in self._reader.names():
+            patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
+        stream.Serve(self._listener, self._reader, patches).start()
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""
