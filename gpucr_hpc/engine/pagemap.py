@@ -69,6 +69,8 @@ def _messages(data: bytes) -> Iterator[dict[int, int]]:
     at = _MAGIC_BYTES
     while at < len(data):
         (length,) = struct.unpack_from("<I", data, at)
+        if at + 4 + length > len(data):
+            raise IndexError("cut short")
         yield _fields(data[at + 4 : at + 4 + length])
         at += 4 + length
 
