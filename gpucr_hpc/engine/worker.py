@@ -21,7 +21,7 @@ from typing import Any
 
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, StoreError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -42,6 +42,7 @@ class Worker:
         self._writer: ImageWriter | None = None
         self._reader: ImageReader | None = None
         self._capture: stream.Capture | None = None
+        self._serve: stream.Serve | None = None
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -133,7 +134,14 @@ class Worker:
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
         assert self._reader is not None
-        stream.Serve(self._listener, self._reader).start()
+        self._serve = stream.Serve(self._listener, self._reader)
+        self._serve.start()
+
+    def do_served(self) -> None:
+        """Raise what in the store kept the image from being given out whole, if anything did."""
+        failure = self._serve.failure if self._serve is not None else None
+        if isinstance(failure, GpucrError) and type(failure) is not ImageError:  # that one is about CRIU's socket
+            raise failure
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""
