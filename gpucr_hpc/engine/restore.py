@@ -89,7 +89,7 @@ async def restore(
             log=log,
         )
     except RestoreFailed as error:
-        await worker.call("served")  # a damaged image is the cause then, not what CRIU makes of it
+        await worker.call("cause")  # a damaged image is the cause then, not what CRIU makes of it
         reason = criu.explain_file(log) if log.exists() else str(error.fields["reason"])
         raise RestoreFailed(reason=reason, log=keep_log(log, run_dir.job)) from None
 

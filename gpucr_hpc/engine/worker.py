@@ -137,11 +137,12 @@ class Worker:
         self._serve = stream.Serve(self._listener, self._reader)
         self._serve.start()
 
-    def do_served(self) -> None:
-        """Raise what in the store kept the image from being given out whole, if anything did."""
-        failure = self._serve.failure if self._serve is not None else None
-        if isinstance(failure, GpucrError) and type(failure) is not ImageError:  # that one is about CRIU's socket
-            raise failure
+    def do_cause(self) -> None:
+        """Raise what in the image or the store broke the stream, if anything did: CRIU only knows that it broke."""
+        for stream_end in (self._capture, self._serve):
+            failure = stream_end.failure if stream_end is not None else None
+            if isinstance(failure, GpucrError) and type(failure) is not ImageError:  # that one is about CRIU's socket
+                raise failure
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""

@@ -11,6 +11,7 @@ import pytest
 from jobs import JobRun, bench, configured
 from programs import count
 
+from gpucr_hpc import proc
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.wait import wait_until
 
@@ -140,7 +141,7 @@ def test_without_a_good_set_the_job_is_held(lab: Lab) -> None:
         job.says("line 3\n")
         leave_and_stay(lab, job)
         copy = job.directory / f"{kind}.saved"
-        shutil.copytree(job.store(), copy)
+        proc.run(["cp", "-a", str(job.store()), str(copy)]).check()
         name = harm(job, kind)
         lab.exec("ctl", ["scontrol", "release", str(job.id)])
         job.says("The job is held with its checkpoints kept", 60)
