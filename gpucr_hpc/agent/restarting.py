@@ -44,9 +44,9 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
         try:
             await _restore(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
             return
-        except (RestoreFailed, PeerLost) as error:
-            problems.append(str(error))
-            break  # an older set would lose work and most likely fail alike
+        except (RestoreFailed, PeerLost):
+            await _tell(job, supervisor, problems)
+            raise  # an older set would lose work and most likely fail alike
         except GpucrError as error:
             problems.append(f"checkpoint {manifest.checkpoint} is not used: {error}")
     await _tell(job, supervisor, problems)
