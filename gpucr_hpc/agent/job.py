@@ -297,6 +297,8 @@ class ProtectedJob:
         for process in moved:
             try:
                 cgroup.place(process.pid, like=supervisor.pid)
+                if whole_tree:  # at its start a task binds itself
+                    cgroup.bind(process.pid, like=supervisor.pid)
             except (GpucrError, OSError) as error:
                 log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 

@@ -32,10 +32,14 @@ _SUPERVISORS_LIMIT_S = 120.0
 
 
 class NodeRestore:
-    """Build, run, open; or undo. The job's geometry, identity and run are set before."""
+    """Build, run, open; or undo. The job's geometry, identity and run are set before.
 
-    def __init__(self, job: ProtectedJob, manifest: Manifest) -> None:
-        self._job, self._manifest = job, manifest
+    ran_on: the job wrote on after this checkpoint, also to its output. After `build`, `report` has a line for each
+    file that was rolled back.
+    """
+
+    def __init__(self, job: ProtectedJob, manifest: Manifest, *, ran_on: bool = False) -> None:
+        self._job, self._manifest, self._ran_on = job, manifest, ran_on
         self._worker: WorkerClient | None = None
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
@@ -48,7 +52,8 @@ class NodeRestore:
         assert isinstance(job.geometry, Geometry)
         engine.check_host(self._meta, context.criu)
         job.run_dir.make(job.uid, job.gid)
-        self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
+        self._worker = job.worker()
+        await self._worker.start(job.run_dir.images, stream.SERVE_SOCKET)
         await self._worker.call(
             "serve",
             job=job.job,
@@ -77,13 +82,17 @@ class NodeRestore:
         faults.reach("after build")
 
     async def _roll_back_files(self) -> None:
-        """Files that were written to after the checkpoint get their size of then; as the job's user."""
-        if not self._meta["files"]:
+        """Files that were written to after the checkpoint get their size of then; as the job's user.
+
+        The output only when the job ran on: what Slurm and gpucr said when it left stays.
+        """
+        files = self._meta["files"] + (self._meta.get("outputs", []) if self._ran_on else [])
+        if not files:
             return
         job = self._job
         async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
             self.report = await worker.call(
-                "roll_back", files=self._meta["files"], suffix=f"after-{self._manifest.checkpoint}"
+                "roll_back", files=files, suffix=f"after-{self._manifest.checkpoint}"
             )
 
     async def saved_steps(self) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.engine import preflight, stream
 from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
-from gpucr_hpc.engine.openfiles import writable_files
+from gpucr_hpc.engine.openfiles import OpenFile, output_files, writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
@@ -49,6 +49,7 @@ class LocalParticipant:
         assert job.capsule is not None
         self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
         self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
+        self._outputs: list[OpenFile] = []
         self._dump: Dump | None = None
         self._locked = False
         self.staged = asyncio.Event()
@@ -94,6 +95,8 @@ class LocalParticipant:
         self.steps = job.steps.state()["on_node"]
         if any(t.key == "batch" and t.status is not None for t in self.tasks):
             raise CoordinationError(job=job.job, reason="it has ended, nothing is left to checkpoint")
+        # Everything is handed on, so their sizes are those of this cut.
+        self._outputs = output_files([s.pid for s in job.supervisors.values()])
         self._locked = True
         await network.lock(job.job)
 
@@ -114,6 +117,7 @@ class LocalParticipant:
             "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks if not self._collected(t)],
             "steps": self.steps,
             "files": [f.as_dict() for f in files],
+            "outputs": [f.as_dict() for f in self._outputs],
         }
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
 

@@ -32,29 +32,33 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
     async with job.worker() as worker:
         catalog = Catalog(job.context, worker, job.store_root)
         ended = await catalog.ended_before(job.job, job.run)
+        if ended is not None:
+            code = lead.exit_code(ended)
+            text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
+            await supervisor.refuse(text, code)
+            return
         job.excluded = await catalog.excluded(job.job)
-        candidates, problems = await catalog.candidates(job.job, job.uid) if ended is None else ([], [])
-    if ended is not None:
-        code = lead.exit_code(ended)
-        text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
-        await supervisor.refuse(text, code)
-        return
-    for problem in problems:
-        log.warning("checkpoint not usable", job=job.job, problem=problem)
-        await supervisor.print(problem)
+        candidates, problems = await catalog.candidates(job.job, job.uid)
+        left = await catalog.left_with(job.job)
     for manifest in candidates:
         try:
-            await _restore(job, supervisor, manifest, info)
+            await _restore(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
             return
         except (RestoreFailed, PeerLost, CapsuleError):
+            await _tell(job, supervisor, problems)
             raise  # an older set would lose work and most likely fail alike
         except GpucrError as error:
-            problems.append(str(error))
-            log.warning("checkpoint not usable", job=job.job, problem=str(error))
-            await supervisor.print(f"checkpoint {manifest.checkpoint} is not used: {error}")
+            problems.append(f"checkpoint {manifest.checkpoint} is not used: {error}")
+    await _tell(job, supervisor, problems)
     if problems:
         raise RestoreFailed(reason=problems[-1], log="the agent's journal")
     await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
+
+
+async def _tell(job: ProtectedJob, supervisor: Supervisor, lines: list[str]) -> None:
+    for line in lines:
+        log.warning("restart", job=job.job, text=line)
+        await supervisor.print(line)
 
 
 class RemoteRestore:
@@ -85,12 +89,23 @@ class RemoteRestore:
         self._peer.close()
 
 
-async def _restore(job: ProtectedJob, supervisor: Supervisor, manifest: Manifest, info: slurm.JobInfo) -> None:
-    """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open."""
+async def _restore(
+    job: ProtectedJob,
+    supervisor: Supervisor,
+    manifest: Manifest,
+    info: slurm.JobInfo,
+    *,
+    ran_on: bool,
+    problems: list[str],
+) -> None:
+    """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open.
+
+    problems: of newer checkpoints; printed when the output has been rolled back, and before anything more comes.
+    """
     start, context = time.monotonic(), job.context
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
     ranks = list(range(1, len(job.geometry.nodes)))
-    local = NodeRestore(job, manifest)
+    local = NodeRestore(job, manifest, ran_on=ran_on)
     signed = manifest_file.encode(manifest, context.signing_key)
     parts: list[NodeRestore | RemoteRestore] = [local]
     try:
@@ -98,6 +113,8 @@ async def _restore(job: ProtectedJob, supervisor: Supervisor, manifest: Manifest
             peer = await context.connector.open(job.job, job.geometry.nodes[rank], job.geometry.addresses[rank])
             parts.append(RemoteRestore(job, rank, peer, signed))
         await _all(part.build() for part in parts)
+        await _tell(job, supervisor, [*problems, *local.report])
+        problems.clear()
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
         await _all(part.run() for part in parts)
         took_s = time.monotonic() - start
@@ -117,8 +134,6 @@ async def _restore(job: ProtectedJob, supervisor: Supervisor, manifest: Manifest
         raise
     for part in parts:
         await part.close()
-    for line in local.report:
-        await supervisor.print(line)
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 

@@ -86,6 +86,7 @@ class Dump:
             await self._worker.abandon()  # without its stream CRIU fails and undoes
             raise await self._failure(f"not done within {self._config.dump_timeout_s:.0f} s")
         if ended in done and not self._arrived.is_set():
+            await self._worker.call("cause")
             raise await self._failure("")
         streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
         await self._take_private_files()

@@ -21,7 +21,7 @@ from typing import Any
 
 from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, StoreError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -42,6 +42,7 @@ class Worker:
         self._writer: ImageWriter | None = None
         self._reader: ImageReader | None = None
         self._capture: stream.Capture | None = None
+        self._serve: stream.Serve | None = None
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -150,7 +151,15 @@ class Worker:
         patches = {}
         if pagemap.PATCHES_STREAM in self._reader.names():
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
-        stream.Serve(self._listener, self._reader, patches).start()
+        self._serve = stream.Serve(self._listener, self._reader, patches)
+        self._serve.start()
+
+    def do_cause(self) -> None:
+        """Raise what in the image or the store broke the stream, if anything did: CRIU only knows that it broke."""
+        for stream_end in (self._capture, self._serve):
+            failure = stream_end.failure if stream_end is not None else None
+            if isinstance(failure, GpucrError) and type(failure) is not ImageError:  # that one is about CRIU's socket
+                raise failure
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""
