@@ -23,6 +23,7 @@ SPANK_PLUGIN(gpucr, 1)
 
 static struct config config;
 static bool config_bad;
+static int signal_number;
 static struct submission submission;
 static bool set_signal, set_open_mode; /* variables of sbatch that are ours and must be taken away again */
 
@@ -164,7 +165,7 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 	snprintf(rank_text, sizeof(rank_text), "%u", rank);
 	snprintf(nodeid_text, sizeof(nodeid_text), "%u", nodeid);
 	snprintf(nodes_text, sizeof(nodes_text), "%u", nodes);
-	snprintf(signal_text, sizeof(signal_text), "%d", job_signal(sp));
+	snprintf(signal_text, sizeof(signal_text), "%d", signal_number);
 	/* Slurm keeps the pointers: everything is static. */
 	argv[n++] = config.task;
 	argv[n++] = "--socket";
@@ -214,6 +215,10 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 		return 0;
 	ours = step == SLURM_BATCH_SCRIPT || step_key(sp, key);
 	spank_unsetenv(sp, "GPUCR_STEP"); /* a task that starts steps of its own must not pass it on */
+	/* Ours, not the job's. */
+	signal_number = job_signal(sp);
+	spank_unsetenv(sp, "GPUCR_SIGNAL");
+	spank_unsetenv(sp, "SLURM_SPANK_GPUCR_SIGNAL");
 	spank_unsetenv(sp, "GPUCR_CAPSULE"); /* a name from an outer job; the agent sets it inside the capsule */
 	if (!ours || !options_protect())
 		return 0;

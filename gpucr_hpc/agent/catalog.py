@@ -59,6 +59,8 @@ class Catalog:
         entries = [e for e in await self.entries(job) if e.checkpoint >= origin.get("after", "")]
         problems = [str(e.problem) for e in entries if e.problem is not None]
         good = [e.manifest for e in entries if e.manifest is not None]
+        problems += [f"checkpoint {m.checkpoint} was made by another release" for m in good if "ranks" not in m.meta]
+        good = [m for m in good if "ranks" in m.meta]
         problems += [
             f"checkpoint {m.checkpoint} belongs to uid {m.uid}, not {uid}" for m in good if m.uid != uid
         ]
@@ -96,9 +98,15 @@ class Catalog:
         """Nodes that the user excluded when the job ran first."""
         return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
 
-    async def note_latest(self, job: str, checkpoint: str) -> None:
-        """Part of a commit: a set that is noted here and has gone later is missed, not forgotten."""
-        await self.note(job, _LATEST, {"checkpoint": checkpoint})
+    async def note_latest(self, job: str, checkpoint: str, *, left: bool = False) -> None:
+        """Part of a commit: a set that is noted here and has gone later is missed, not forgotten. left: the job was
+        requeued right after it and wrote nothing more."""
+        await self.note(job, _LATEST, {"checkpoint": checkpoint, "left": left})
+
+    async def left_with(self, job: str) -> str | None:
+        """The checkpoint after which the job did not run on, if its latest is such a one."""
+        latest = await self.record(job, _LATEST) or {}
+        return str(latest["checkpoint"]) if latest.get("left") else None
 
     async def prune(self, job: str, keep_last: int) -> None:
         """Remove a job's checkpoints beyond the last `keep_last`."""

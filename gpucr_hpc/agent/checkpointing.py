@@ -157,6 +157,7 @@ class _Checkpoint:
     async def _requeue(self) -> None:
         if self._info is None or not self._info.requeued:
             await slurm.requeue(self._job.job)
+        await self._catalog.note_latest(self._job.job, self._id, left=True)
 
     async def take(self) -> dict[str, Any]:
         job = self._job

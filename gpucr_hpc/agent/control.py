@@ -16,6 +16,7 @@ from gpucr_hpc.agent.catalog import Catalog, Entry
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.errors import (
+    Busy,
     CheckpointMissing,
     GpucrError,
     JobNotProtected,
@@ -68,10 +69,12 @@ class Control:
 
     def _job(self, uid: int, name: str) -> ProtectedJob:
         job = self._jobs.get(check_job_id(name))
-        if job is None or job.capsule is None:
+        if job is None or job.idle:
             raise JobNotProtected(job=name, node=self._context.node)
         if not job.may(uid, self._operators):
             raise PermissionRefused(who=f"uid {uid}", action=f"act on job {name}")
+        if job.capsule is None:
+            raise Busy(job=name, operation="its start or its end")
         return job
 
     async def do_status(self, uid: int, _say: Callable[..., None]) -> dict[str, Any]:

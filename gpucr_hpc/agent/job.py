@@ -22,7 +22,7 @@ from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_proce
 from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.capsule.processes import descendants, start_time, wait_gone
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import GpucrError, SlurmError
+from gpucr_hpc.errors import CoordinationError, GpucrError, SlurmError
 from gpucr_hpc.log import Log
 
 log = Log(__name__)
@@ -52,6 +52,7 @@ class ProtectedJob:
         self.last: dict[str, Any] = {}
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
+        self._failed_step = ""
         self.turn = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -166,13 +167,13 @@ class ProtectedJob:
 
     async def hello(self, supervisor: Supervisor) -> None:
         """A supervisor is there: start its task, attach it, or tell it to go."""
-        async with self.turn:
-            if supervisor.key == "batch":
+        if supervisor.key == "batch":
+            async with self.turn:
                 self.supervisors["batch"] = supervisor
                 self._batch = [supervisor.pid, start_time(supervisor.pid)]
                 await self._hello_batch(supervisor)
-            else:
-                await self._hello_step(supervisor)
+        else:  # no turn: a restore, begun by the batch supervisor's word, waits for these
+            await self._hello_step(supervisor)
         async with self._arrived:
             self._arrived.notify_all()
 
@@ -251,7 +252,19 @@ class ProtectedJob:
     async def all_expected(self) -> None:
         """Wait until the supervisors of every task that comes back are here."""
         async with self._arrived:
-            await self._arrived.wait_for(lambda: self.expected <= set(self.supervisors))
+            await self._arrived.wait_for(lambda: bool(self._failed_step) or self.expected <= set(self.supervisors))
+        if self._failed_step:
+            raise CoordinationError(job=self.job, reason=self._failed_step)
+
+    def forget_failure(self) -> None:
+        """Before a new restore."""
+        self._failed_step = ""
+
+    async def step_failed(self, reason: str) -> None:
+        """A step that was to come back did not start."""
+        async with self._arrived:
+            self._failed_step = reason
+            self._arrived.notify_all()
 
     # --- frames of a running supervisor -----------------------------------------------------------------
 
@@ -288,6 +301,8 @@ class ProtectedJob:
         for process in moved:
             try:
                 cgroup.place(process.pid, like=supervisor.pid)
+                if whole_tree:  # at its start a task binds itself
+                    cgroup.bind(process.pid, like=supervisor.pid)
             except (GpucrError, OSError) as error:
                 log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 

@@ -106,7 +106,9 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
         job.groups = Identity.of(supervisor.pid, job.uid, job.gid).groups
         await _take(job, supervisor, info)
-    except (GpucrError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, GpucrError | OSError):
+            log.exception("unexpected")  # a fault of ours must not make a job start from its beginning
         log.error("job not taken", job=job.job, error=str(error))
         if restarted and not isinstance(error, PermissionRefused | Refused):
             await restarting.give_up(job, supervisor, str(error))
@@ -122,7 +124,7 @@ async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) 
             await start(job, supervisor, info, "")
         else:
             await restarting.restart(job, supervisor, info)
-    except (GpucrError, OSError):
+    except BaseException:
         if job.geometry is not None:
             await discard_members(job.context, job.job, job.geometry)
         await discard(job.job, job.run_dir, job.capsule)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import faults
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import environment_of
-from gpucr_hpc.capsule import Geometry, build, namespace_processes, network
+from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, discard
+from gpucr_hpc.capsule.processes import descendants
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError
+from gpucr_hpc.errors import CoordinationError, GpucrError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -31,11 +34,15 @@ _SUPERVISORS_LIMIT_S = 120.0
 
 
 class NodeRestore:
-    """Build, run, open; or undo. The job's geometry, identity and run are set before."""
+    """Build, run, open; or undo. The job's geometry, identity and run are set before.
 
-    def __init__(self, job: ProtectedJob, manifest: Manifest, worker: WorkerClient | None = None) -> None:
-        self._job, self._manifest = job, manifest
-        self._worker = worker
+    ran_on: the job wrote on after this checkpoint, also to its output. After `build`, `report` has a line for each
+    file that was rolled back.
+    """
+
+    def __init__(self, job: ProtectedJob, manifest: Manifest, *, ran_on: bool = False) -> None:
+        self._job, self._manifest, self._ran_on = job, manifest, ran_on
+        self._worker: WorkerClient | None = None
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
         self._gpus = NodeGpus(job.job, job.context.config.cuda)
@@ -48,9 +55,9 @@ class NodeRestore:
         assert isinstance(job.geometry, Geometry)
         engine.check_host(self._meta, context.criu)
         await self._map_gpus()  # other or too few cards: refused before anything is made
-        if self._worker is None:
-            job.run_dir.make(job.uid, job.gid)
-            self._worker = await job.worker().start(job.run_dir.images, stream.SERVE_SOCKET)
+        job.run_dir.make(job.uid, job.gid)
+        self._worker = job.worker()
+        await self._worker.start(job.run_dir.images, stream.SERVE_SOCKET)
         await self._worker.call(
             "serve",
             job=job.job,
@@ -60,6 +67,7 @@ class NodeRestore:
         )
         await self._roll_back_files()
         job.steps.adopt({"on_node": self._meta["steps"]})
+        job.forget_failure()
         job.tasks = {t["key"] for t in self._meta["tasks"]}
         job.expected = job.tasks - {"batch"}
         job.set_phase(Phase.RESTORING)
@@ -86,13 +94,17 @@ class NodeRestore:
         return await self._gpus.expect(self._meta["gpu"], env)
 
     async def _roll_back_files(self) -> None:
-        """Files that were written to after the checkpoint get their size of then; as the job's user."""
-        if not self._meta["files"]:
+        """Files that were written to after the checkpoint get their size of then; as the job's user.
+
+        The output only when the job ran on: what Slurm and gpucr said when it left stays.
+        """
+        files = self._meta["files"] + (self._meta.get("outputs", []) if self._ran_on else [])
+        if not files:
             return
         job = self._job
         async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
             self.report = await worker.call(
-                "roll_back", files=self._meta["files"], suffix=f"after-{self._manifest.checkpoint}"
+                "roll_back", files=files, suffix=f"after-{self._manifest.checkpoint}"
             )
 
     async def saved_steps(self) -> list[dict[str, Any]]:
@@ -126,7 +138,8 @@ class NodeRestore:
             self._builder.place(first.pid)
         started = time.monotonic()
         gpus = await self._map_gpus()
-        job.run_dir.save_gpus(gpus)
+        if gpus:
+            job.run_dir.save_gpus(gpus)
         warm = asyncio.ensure_future(self._gpus.warm_spare())
         job.capsule = await engine.restore(
             self._builder, job.run_dir, self._worker, self._meta, job.context.config.engine
@@ -137,6 +150,8 @@ class NodeRestore:
             supervisor = job.supervisors.get(task["key"])
             if supervisor is not None and supervisor is not first:
                 await job.place(supervisor, task["pid"], whole_tree=True)
+        if "batch" not in job.supervisors:
+            self._keep_from_step()
         log.info("tree restored", job=job.job, took_s=time.monotonic() - started)
         await warm
         if self._meta.get("gpu"):
@@ -144,13 +159,27 @@ class NodeRestore:
             await self._gpus.restore(gpus)
             faults.reach("after gpu restore")
 
+    def _keep_from_step(self) -> None:
+        """Memory of the tree was charged to the first step; its end must not take the capsule along, so what is no
+        task of a step goes to the agent's own control groups."""
+        assert self._job.capsule is not None
+        processes = namespace_processes(self._job.capsule.init_pid)
+        tasks = {t["pid"] for t in self._meta["tasks"]}
+        roots = [p for p in processes if p.nspid in tasks]
+        kept = {p.pid for root in roots for p in (root, *descendants(processes, root.pid))}
+        for process in processes:
+            if process.pid not in kept:
+                with contextlib.suppress(GpucrError, OSError):
+                    cgroup.place(process.pid, like=os.getpid())
+
     async def open(self, message: str) -> None:
         """Every node has its tree back: packets pass, supervisors relay."""
         job = self._job
         await network.unlock(job.job)
         faults.reach("after unlock")
         await self._gpus.go()
-        job.run_dir.save_gpus({})  # they have the new cards now
+        if self._meta.get("gpu"):
+            job.run_dir.save_gpus({})  # they have the new cards now
         job.set_phase(Phase.RUNNING)
         for supervisor in list(job.supervisors.values()):
             await job.attach(supervisor, message if supervisor.key == "batch" else "", restored=True)

@@ -15,10 +15,10 @@ from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.engine import preflight, stream
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
-from gpucr_hpc.engine.dump import Dump, Frozen, remove_link_remaps
-from gpucr_hpc.engine.openfiles import writable_files
+from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
+from gpucr_hpc.engine.openfiles import OpenFile, output_files, writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
-from gpucr_hpc.engine.worker_client import WorkerClient, pipe
+from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
 from gpucr_hpc.log import Log
 
@@ -51,6 +51,7 @@ class LocalParticipant:
         assert job.capsule is not None
         self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
         self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
+        self._outputs: list[OpenFile] = []
         self._dump: Dump | None = None
         self._gpus = NodeGpus(self._capsule.job, job.context.config.cuda)
         self._locked = False
@@ -70,8 +71,9 @@ class LocalParticipant:
         if not processes:
             raise CoordinationError(job=capsule.job, reason="it has ended, nothing is left to checkpoint")
         await self._gpus.find(processes)
-        findings = preflight.check(processes, capsule.root, gpus=context.config.cuda.driver != "off")
-        if context.config.cuda.driver != "off":
+        gpus = context.config.cuda.driver != "off" and not self._gpus.absent
+        findings = preflight.check(processes, capsule.root, gpus=gpus)
+        if gpus:
             findings += gpu_preflight.check(self._gpus, processes)
         if findings:
             raise Refused(reason="; ".join(map(str, findings[:5])))
@@ -110,6 +112,8 @@ class LocalParticipant:
         self.steps = job.steps.state()["on_node"]
         if any(t.key == "batch" and t.status is not None for t in self.tasks):
             raise CoordinationError(job=job.job, reason="it has ended, nothing is left to checkpoint")
+        # Everything is handed on, so their sizes are those of this cut.
+        self._outputs = output_files([s.pid for s in job.supervisors.values()])
         self._locked = True
         await network.lock(job.job)
 
@@ -132,6 +136,7 @@ class LocalParticipant:
             "tasks": [{"key": t.key, "pid": t.pid} for t in self.tasks if not self._collected(t)],
             "steps": self.steps,
             "files": [f.as_dict() for f in files],
+            "outputs": [f.as_dict() for f in self._outputs],
             "gpu": self._gpus.meta(),
         }
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
@@ -177,20 +182,6 @@ class LocalParticipant:
         if self._locked and self._capsule.alive():
             await network.unlock(self._capsule.job)
         self._locked = False
-
-
-async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
-    """Put a small file of our own into the image that a worker writes."""
-    read, write = pipe()
-
-    def feed() -> None:
-        with open(write, "wb") as file:
-            file.write(content)
-
-    fed = asyncio.get_running_loop().run_in_executor(None, feed)
-    with open(read, "rb"):
-        await worker.call("add", [read], name=name)
-    await fed
 
 
 def resident_bytes(pids: list[int]) -> int:

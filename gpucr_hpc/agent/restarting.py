@@ -13,9 +13,7 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.engine import stream
-from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import GpucrError, PeerLost, RestoreFailed
+from gpucr_hpc.errors import CapsuleError, GpucrError, PeerLost, RestoreFailed
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -31,38 +29,36 @@ HELD_EXIT_CODE = 125
 
 async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
     """Decide how a restarted job goes on, and let it. Raises what keeps a good checkpoint from coming back."""
-    job.run_dir.make(job.uid, job.gid)
-    worker = job.worker()
-    try:
-        await worker.start(job.run_dir.images, stream.SERVE_SOCKET)
+    async with job.worker() as worker:
         catalog = Catalog(job.context, worker, job.store_root)
         ended = await catalog.ended_before(job.job, job.run)
         if ended is not None:
-            job.run_dir.remove()
             code = lead.exit_code(ended)
             text = f"the job ended by itself with status {code} while it was being preempted; it is not run again"
             await supervisor.refuse(text, code)
             return
         job.excluded = await catalog.excluded(job.job)
         candidates, problems = await catalog.candidates(job.job, job.uid)
-        for problem in problems:
-            log.warning("checkpoint not usable", job=job.job, problem=problem)
-            await supervisor.print(problem)
-        for manifest in candidates:
-            try:
-                await _restore(job, supervisor, worker, manifest, info)
-                return
-            except (RestoreFailed, PeerLost):
-                raise  # an older set would lose work and most likely fail alike
-            except GpucrError as error:
-                problems.append(str(error))
-                log.warning("checkpoint not usable", job=job.job, problem=str(error))
-                await supervisor.print(f"checkpoint {manifest.checkpoint} is not used: {error}")
-    finally:
-        await worker.close()
+        left = await catalog.left_with(job.job)
+    for manifest in candidates:
+        try:
+            await _restore(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
+            return
+        except (RestoreFailed, PeerLost, CapsuleError):
+            await _tell(job, supervisor, problems)
+            raise  # an older set would lose work and most likely fail alike
+        except GpucrError as error:
+            problems.append(f"checkpoint {manifest.checkpoint} is not used: {error}")
+    await _tell(job, supervisor, problems)
     if problems:
         raise RestoreFailed(reason=problems[-1], log="the agent's journal")
     await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
+
+
+async def _tell(job: ProtectedJob, supervisor: Supervisor, lines: list[str]) -> None:
+    for line in lines:
+        log.warning("restart", job=job.job, text=line)
+        await supervisor.print(line)
 
 
 class RemoteRestore:
@@ -94,13 +90,22 @@ class RemoteRestore:
 
 
 async def _restore(
-    job: ProtectedJob, supervisor: Supervisor, worker: WorkerClient, manifest: Manifest, info: slurm.JobInfo
+    job: ProtectedJob,
+    supervisor: Supervisor,
+    manifest: Manifest,
+    info: slurm.JobInfo,
+    *,
+    ran_on: bool,
+    problems: list[str],
 ) -> None:
-    """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open."""
+    """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open.
+
+    problems: of newer checkpoints; printed when the output has been rolled back, and before anything more comes.
+    """
     start, context = time.monotonic(), job.context
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
     ranks = list(range(1, len(job.geometry.nodes)))
-    local = NodeRestore(job, manifest, worker)
+    local = NodeRestore(job, manifest, ran_on=ran_on)
     signed = manifest_file.encode(manifest, context.signing_key)
     parts: list[NodeRestore | RemoteRestore] = [local]
     try:
@@ -108,6 +113,8 @@ async def _restore(
             peer = await context.connector.open(job.job, job.geometry.nodes[rank], job.geometry.addresses[rank])
             parts.append(RemoteRestore(job, rank, peer, signed))
         await _all(part.build() for part in parts)
+        await _tell(job, supervisor, [*problems, *local.report])
+        problems.clear()
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
         await _all(part.run() for part in parts)
         took_s = time.monotonic() - start
@@ -127,8 +134,6 @@ async def _restore(
         raise
     for part in parts:
         await part.close()
-    for line in local.report:
-        await supervisor.print(line)
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 

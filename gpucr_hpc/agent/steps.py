@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import os
 import re
+import resource
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import wire
+from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import cgroup, network
 from gpucr_hpc.capsule.capsule import INIT_PROGRAM
 from gpucr_hpc.capsule.processes import start_time
@@ -51,6 +53,7 @@ class Step:
     env: dict[str, str]
     cwd: str
     umask: int
+    rlimits: list[str] = field(default_factory=list)
     supervised: bool = True
     pid: int = 0
     start: int = 0
@@ -121,6 +124,7 @@ class Steps:
             env=env,
             cwd=frame.get("CWD"),
             umask=int(frame.get("UMASK", "022"), 8),
+            rlimits=frame.all("RLIMIT"),
         )
         try:
             if not _KEY.fullmatch(step.key):
@@ -164,8 +168,10 @@ class Steps:
 
     # --- real sruns -------------------------------------------------------------------------------------
 
-    async def launch(self, step: Step, args: srun_args.SrunArgs, extra_env: dict[str, str]) -> None:
-        """Start the real srun of a step."""
+    async def launch(
+        self, step: Step, args: srun_args.SrunArgs, extra_env: dict[str, str], without: Iterable[str] = ()
+    ) -> None:
+        """Start the real srun of a step; variables named in `without` are kept from it."""
         job = self._job
         if step.supervised:
             assert job.geometry is not None
@@ -175,6 +181,8 @@ class Steps:
         batch = job.supervisors["batch"]
         batch_env = environment_of(batch.pid)
         env = srun_args.run_environment(step.env, batch_env) | extra_env
+        for name in without:
+            env.pop(name, None)
         if step.supervised:
             env["GPUCR_STEP"] = step.key
         said = os.open(directory / f"{step.key}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -182,7 +190,7 @@ class Steps:
         try:
             process = await asyncio.create_subprocess_exec(
                 *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.key)), "--"),
-                *(find_program("srun"), *args.argv()),
+                *(*limits_argv(step.rlimits), find_program("srun"), *args.argv()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
@@ -222,6 +230,9 @@ class Steps:
             if ended:
                 break
             await asyncio.sleep(_WATCH_INTERVAL_S)
+        if self._job.phase is Phase.RESTORING:
+            await self._job.step_failed(f"srun of step {step.key} ended: {_shown(said)}")
+            return
         if self.steps.get(step.key) is not step or self._job.leaving:
             return  # ended because the job leaves: after the move the step goes on
         await self._end(step, _read_status(result))
@@ -267,9 +278,9 @@ class Steps:
                 hostfile = job.run_dir.steps / f"{step.key}.hosts"
                 hostfile.write_text("".join(f"{job.geometry.nodes[places[r]]}\n" for r in sorted(places)))
                 hostfile.chmod(0o644)
-                args = srun_args.relaunch_command(args, len(set(places.values())), len(places))
+                args = srun_args.relaunch_command(args, len(places))
                 env = {"SLURM_HOSTFILE": str(hostfile)}
-            await self.launch(step, args, env)
+            await self.launch(step, args, env, without=srun_args.NODE_VARIABLES if places else ())
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Go on with the steps that an earlier agent had started."""
@@ -277,8 +288,8 @@ class Steps:
             step = Step(**table)
             self.steps[step.key] = step
         for table in state.get("on_node", []):
-            ended = {int(rank): status for rank, status in table.pop("ended").items()}
-            self.on_node[table["key"]] = StepOnNode(**table, ended=ended)
+            ended = {int(rank): status for rank, status in table["ended"].items()}
+            self.on_node[table["key"]] = StepOnNode(**table | {"ended": ended})
 
     def state(self) -> dict[str, Any]:
         """For the journal and for images: everything needed to go on."""
@@ -288,10 +299,43 @@ class Steps:
         }
 
 
+# Names that prlimit(1) has for the kernel's numbers.
+_LIMITS = {
+    0: "cpu", 1: "fsize", 2: "data", 3: "stack", 4: "core", 5: "rss", 6: "nproc", 7: "nofile", 8: "memlock", 9: "as",
+    10: "locks", 11: "sigpending", 12: "msgqueue", 13: "nice", 14: "rtprio", 15: "rttime",
+}  # fmt: skip
+_UNLIMITED = 18446744073709551615
+
+
+def limits_argv(limits: list[str]) -> list[str]:
+    """A prefix that gives the real srun the proxy's resource limits: srun hands its own to every task.
+
+    limits: `number:soft:hard`, as in the frame SRUN. A limit that the agent cannot give stays lower.
+    """
+    argv = []
+    for text in limits:
+        number, soft, hard = map(int, text.split(":"))
+        if number not in _LIMITS:
+            continue
+        ceiling = resource.getrlimit(number)[1]
+        if ceiling != resource.RLIM_INFINITY:
+            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        shown = ["unlimited" if value >= _UNLIMITED else str(value) for value in (soft, hard)]
+        argv.append(f"--{_LIMITS[number]}={shown[0]}:{shown[1]}")
+    return [find_program("prlimit"), *argv, "--"] if argv else []
+
+
 def environment_of(pid: int) -> dict[str, str]:
     """The environment with which a process was started."""
     text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="surrogateescape")
     return dict(item.partition("=")[::2] for item in text.split("\0") if "=" in item)
+
+
+def _shown(said: Path) -> str:
+    try:
+        return said.read_text(errors="replace").strip()[-300:]
+    except OSError:
+        return "no words of it are left"
 
 
 def _read_status(path: Path) -> int:

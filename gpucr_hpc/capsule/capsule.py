@@ -104,6 +104,7 @@ class Builder:
         """Put the capsule's own processes, and so all that they start or restore, where a supervisor is."""
         for process in namespace_processes(self.capsule.init_pid):
             cgroup.place(process.pid, like=like)
+            cgroup.bind(process.pid, like=like)
 
     async def restore(
         self, argv: Sequence[str], env: Mapping[str, str], *, old_root: int, shepherd: int, log: Path

@@ -6,6 +6,8 @@ version and settings.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 from gpucr_hpc.errors import HostError
@@ -51,3 +53,12 @@ def place(pid: int, like: int) -> None:
         except OSError as error:
             if "slurm" in path:
                 raise HostError(reason=f"cannot move pid {pid} to {procs}: {error.strerror}") from None
+
+
+def bind(pid: int, like: int) -> None:
+    """Let every thread of `pid` run on the processors that `like` may use. CRIU keeps no affinity: what it brings
+    back would run everywhere."""
+    processors = os.sched_getaffinity(like)
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), processors)

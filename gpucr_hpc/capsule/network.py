@@ -9,6 +9,7 @@ inside the namespace and the node's outside, so many jobs can use the same virtu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from gpucr_hpc.proc import clean_env, run_async
 INTERFACE = "job0"
 _TUNNEL_BYTES = 50  # outer Ethernet, IPv4, UDP and VXLAN headers (RFC 7348)
 _PERMANENT = 128  # NUD_PERMANENT, rtnetlink(7)
+_NO_IPV6 = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}  # no link-local address
 _CRIU_MARK = 0xC114  # CRIU's own repair packets carry it (criu/netfilter.c)
 _UPLINKS = ipaddress.ip_network("100.64.128.0/17")  # shared address space (RFC 6598), /30 for each job of a node
 _UPLINK_SLOTS = 8192
@@ -38,9 +40,9 @@ table inet gpucr_lock {{
 }}
 """
 _NAT_INSIDE = """
-table ip gpucr_nat {
-  chain post { type nat hook postrouting priority srcnat; oifname "uplink" masquerade; }
-}
+table ip gpucr_nat {{
+  chain post {{ type nat hook postrouting priority srcnat; oifname "uplink" snat to {address}; }}
+}}
 """
 _NAT_HOST = f"""
 table ip gpucr_host
@@ -121,7 +123,7 @@ async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkCo
             await _nft(_LOCK, job)
         await asyncio.to_thread(_configure, job, node_rank, geometry, config)
         if config.nat:
-            await _nft(_NAT_INSIDE, job)
+            await _nft(_NAT_INSIDE.format(address=_uplink_addresses(job)[1]), job)
     except (GpucrError, NetlinkError, OSError) as error:
         await remove(job)
         raise CapsuleError(job=job, node=geometry.nodes[node_rank], reason=f"no network: {error}") from None
@@ -190,19 +192,28 @@ def _mtu_towards(host: Any, local: str) -> int:
     return 1500
 
 
-def _add_uplink(job: str, own: str, host: Any, inside: Any) -> None:
+def _uplink_addresses(job: str) -> tuple[str, str]:
+    """Addresses of a job's way out: of the node's end, and of the capsule's as the node sees it."""
     slot = int(job) % _UPLINK_SLOTS
-    node_side, job_side = str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
+    return str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
+
+
+def _add_uplink(job: str, own: str, host: Any, inside: Any) -> None:
+    """The way out. Its inner end has no address, so that no library takes it for a network of the job (UCX lists
+    every interface that has one); packets leave with the job's address and are rewritten by the rule above."""
+    node_side, job_side = _uplink_addresses(job)
     name = _uplink(job)
-    host.link(
-        "add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)}
-    )
+    host.link("add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)})
     (outside,) = host.link_lookup(ifname=name)
-    host.addr("add", index=outside, address=node_side, prefixlen=30)
-    host.link("set", index=outside, state="up")
     (uplink,) = inside.link_lookup(ifname="uplink")
-    inside.addr("add", index=uplink, address=job_side, prefixlen=30)
-    inside.link("set", index=uplink, state="up")
+    host.addr("add", index=outside, address=node_side, prefixlen=30)
+    host.link("set", index=outside, state="up", IFLA_AF_SPEC=_NO_IPV6)
+    inside.link("set", index=uplink, state="up", IFLA_AF_SPEC=_NO_IPV6)
+    host_mac = host.get_links(outside)[0].get_attr("IFLA_ADDRESS")
+    inside_mac = inside.get_links(uplink)[0].get_attr("IFLA_ADDRESS")
+    host.neigh("replace", dst=job_side, lladdr=inside_mac, ifindex=outside, state=_PERMANENT)
+    inside.neigh("replace", dst=node_side, lladdr=host_mac, ifindex=uplink, state=_PERMANENT)
+    inside.route("add", dst=f"{node_side}/32", oif=uplink, scope=253, prefsrc=own)
     inside.route("add", dst="default", gateway=node_side, oif=uplink, prefsrc=own)
 
 
@@ -228,6 +239,10 @@ async def remove(job: str) -> None:
 
 def _remove(job: str) -> None:
     if namespace_path(job).exists():
+        with contextlib.suppress(NetlinkError, OSError), NetNS(namespace_name(job)) as inside:
+            # The namespace is taken apart some time after its end; the tunnel's number must be free at once.
+            for index in inside.link_lookup(ifname=INTERFACE):
+                inside.link("del", index=index)
         try:
             namespaces.remove(namespace_name(job))
         except OSError:

@@ -19,7 +19,7 @@ from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
 from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
-from gpucr_hpc.engine import criu
+from gpucr_hpc.engine import criu, pagemap
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import DumpFailed
 from gpucr_hpc.log import Log
@@ -89,11 +89,12 @@ class Dump:
             await self._worker.abandon()  # without its stream CRIU fails and undoes
             raise await self._failure(f"not done within {self._config.dump_timeout_s:.0f} s")
         if ended in done and not self._arrived.is_set():
-            await self._worker.call("check")  # a full store, say: CRIU only sees its stream break
+            await self._worker.call("cause")  # a full store, say: CRIU only sees its stream break
             raise await self._failure("")
         streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
         await self._take_private_files()
         processes = self._check_complete(streams)
+        await self._take_injected_pages(processes)
         frozen_at = await self._worker.call("frozen_at")
         return Frozen(streams, processes, frozen_at)
 
@@ -207,6 +208,20 @@ class Dump:
             raise DumpFailed(reason=f"cannot save the job's /tmp and /dev/shm: {text}", log="tar")
         remove_link_remaps(self._capsule)
 
+    async def _take_injected_pages(self, processes: list[Process]) -> None:
+        """Read again the pages in which CRIU's own instructions may have been when they were streamed (pagemap.py)."""
+        by_pid = {str(p.nspid): p for p in processes}
+        wanted = {}
+        for nspid, process in by_pid.items():
+            with contextlib.suppress(OSError):  # a zombie has no memory
+                wanted[nspid] = pagemap.injected_pages(Path(f"/proc/{process.pid}/maps").read_text(errors="replace"))
+        patches: pagemap.Patches = {}
+        for file, offset, nspid, address in await self._worker.call("locate", pages=wanted):
+            with open(f"/proc/{by_pid[nspid].pid}/mem", "rb", buffering=0) as memory:
+                data = os.pread(memory.fileno(), pagemap.PAGE_BYTES, address)
+            patches.setdefault(file, []).append((offset, data))
+        await add_bytes(self._worker, pagemap.PATCHES_STREAM, pagemap.encode_patches(patches))
+
     def _check_complete(self, streams: list[str]) -> list[Process]:
         """Compare the image with what the namespace holds: a process that is not in the image would be lost."""
         saved = {name.removeprefix("core-").removesuffix(".img") for name in streams if name.startswith("core-")}
@@ -221,6 +236,20 @@ class Dump:
             names = ", ".join(f"{p.name} (pid {p.nspid})" for p in missing)
             raise DumpFailed(reason=f"not in the image: {names}", log=self._log)
         return [p for p in processes[1:] if str(p.nspid) in saved]
+
+
+async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
+    """Put a small file of our own into the image that a worker writes."""
+    read, write = pipe()
+
+    def feed() -> None:
+        with open(write, "wb") as file:
+            file.write(content)
+
+    fed = asyncio.get_running_loop().run_in_executor(None, feed)
+    with open(read, "rb"):
+        await worker.call("add", [read], name=name)
+    await fed
 
 
 def remove_link_remaps(capsule: Capsule) -> None:

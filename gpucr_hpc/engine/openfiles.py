@@ -53,6 +53,20 @@ def writable_files(processes: list[Process], private: tuple[str, ...]) -> list[O
     return sorted(found.values(), key=lambda f: f.path)
 
 
+def output_files(pids: list[int]) -> list[OpenFile]:
+    """Regular files that supervisors have as standard output and error: the job writes them through the relay."""
+    found: dict[str, OpenFile] = {}
+    for pid in pids:
+        for number in ("1", "2"):
+            try:
+                path, status = os.readlink(f"/proc/{pid}/fd/{number}"), os.stat(f"/proc/{pid}/fd/{number}")
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode) and status.st_nlink:
+                found[path] = OpenFile(path, status.st_size, _WRITE)
+    return sorted(found.values(), key=lambda f: f.path)
+
+
 def _flags(pid: int, number: str) -> int:
     with open(f"/proc/{pid}/fdinfo/{number}") as file:
         for line in file:

@@ -76,7 +76,7 @@ async def restore(
 ) -> Capsule:
     """Files first, then the tree, which runs when this returns (its network still locked).
 
-    Raises RestoreFailed with CRIU's reason and the place of its log.
+    Raises RestoreFailed with CRIU's reason and the place of its log, an ImageError or StoreError for a bad image.
     """
     await put_private_files(builder.capsule, worker)
     log = run_dir.work / "restore.log"
@@ -89,6 +89,7 @@ async def restore(
             log=log,
         )
     except RestoreFailed as error:
+        await worker.call("cause")  # a damaged image is the cause then, not what CRIU makes of it
         reason = criu.explain_file(log) if log.exists() else str(error.fields["reason"])
         raise RestoreFailed(reason=reason, log=keep_log(log, run_dir.job)) from None
 

@@ -19,6 +19,7 @@ import threading
 import time
 from pathlib import Path
 
+from gpucr_hpc.engine import pagemap
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -27,6 +28,7 @@ from gpucr_hpc.wire import peer_of
 CAPTURE_SOCKET = "streamer-capture.sock"
 SERVE_SOCKET = "streamer-serve.sock"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PAGEMAP = re.compile(r"pagemap-([0-9]+)\.img")
 _MAX_REQUEST_BYTES = 4096
 _PIPE_BYTES = 1 << 20  # the kernel's default limit for unprivileged users (pipe-max-size)
 _LAST_FILE = "inventory.img"  # CRIU writes it after every other one
@@ -171,6 +173,7 @@ class Capture(_Connection):
     def __init__(self, listener: socket.socket, writer: ImageWriter) -> None:
         super().__init__(listener)
         self._writer = writer
+        self.pagemaps: dict[int, pagemap.PageMap] = {}
         self.names: list[str] = []
         self.began: float | None = None
 
@@ -184,7 +187,14 @@ class Capture(_Connection):
 
     def _pump(self, name: str, fd: int) -> None:
         with self._writer.stream(name) as file:
-            file.copy_fd(fd)
+            found = _PAGEMAP.fullmatch(name)
+            if found is None:
+                file.copy_fd(fd)
+                return
+            with open(fd, "rb", closefd=False) as source:
+                data = source.read()
+            file.write(data)
+            self.pagemaps[int(found[1])] = pagemap.parse(data)
 
     def drain(self, timeout_s: float) -> list[str]:
         """Wait until every byte of the dump is in our memory or beyond; return the names of the files.
@@ -207,9 +217,9 @@ class Capture(_Connection):
 class Serve(_Connection):
     """Gives an image to a restore. A name may be asked for again; an unknown one does not exist."""
 
-    def __init__(self, listener: socket.socket, reader: ImageReader) -> None:
+    def __init__(self, listener: socket.socket, reader: ImageReader, patches: pagemap.Patches) -> None:
         super().__init__(listener)
-        self._reader = reader
+        self._reader, self._patches = reader, patches
         self._names = set(reader.names())
 
     def _request(self, sock: socket.socket, name: str) -> None:
@@ -220,4 +230,4 @@ class Serve(_Connection):
 
     def _pump(self, name: str, fd: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # CRIU may stop reading; it decides whether that is an error
-            self._reader.copy_to_fd(name, fd)
+            self._reader.copy_to_fd(name, fd, self._patches.get(name, ()))

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import stream
+from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, StoreError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -42,6 +42,7 @@ class Worker:
         self._writer: ImageWriter | None = None
         self._reader: ImageReader | None = None
         self._capture: stream.Capture | None = None
+        self._serve: stream.Serve | None = None
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -98,15 +99,24 @@ class Worker:
         assert self._capture is not None
         return self._capture.drain(timeout_s)
 
-    def do_check(self) -> None:
-        """Raise what went wrong on our side of the stream, if anything did."""
-        assert self._capture is not None
-        self._capture.check()
-
     def do_frozen_at(self) -> float | None:
         """Monotonic clock, in seconds, when every task had stopped."""
         assert self._capture is not None
         return self._capture.began
+
+    def do_locate(self, pages: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
+        """Where pages lie in the image. pages: pid inside the namespace to addresses; (pages file, offset, pid,
+        address) of each that is in it."""
+        assert self._capture is not None
+        found = []
+        for pid, addresses in pages.items():
+            mapped = self._capture.pagemaps.get(int(pid))
+            for address in addresses if mapped is not None else ():
+                assert mapped is not None
+                offset = mapped.offset(address)
+                if offset is not None:
+                    found.append((f"pages-{mapped.pages_id}.img", offset, pid, address))
+        return found
 
     def do_progress(self) -> dict[str, int]:
         assert self._writer is not None
@@ -138,7 +148,18 @@ class Worker:
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
         assert self._reader is not None
-        stream.Serve(self._listener, self._reader).start()
+        patches = {}
+        if pagemap.PATCHES_STREAM in self._reader.names():
+            patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
+        self._serve = stream.Serve(self._listener, self._reader, patches)
+        self._serve.start()
+
+    def do_cause(self) -> None:
+        """Raise what in the image or the store broke the stream, if anything did: CRIU only knows that it broke."""
+        for stream_end in (self._capture, self._serve):
+            failure = stream_end.failure if stream_end is not None else None
+            if isinstance(failure, GpucrError) and type(failure) is not ImageError:  # that one is about CRIU's socket
+                raise failure
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""

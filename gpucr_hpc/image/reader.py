@@ -12,7 +12,7 @@ import os
 import select
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -105,15 +105,21 @@ class ImageReader:
         """A whole (small) stream."""
         return b"".join([bytes(piece) for piece in self._pieces(self._stream(name))])
 
-    def copy_to_fd(self, name: str, fd: int) -> int:
+    def copy_to_fd(self, name: str, fd: int, patches: Iterable[tuple[int, bytes]] = ()) -> int:
         """Write a stream to a pipe or file; its size. The caller closes fd, which is the end of the stream.
+
+        patches: offset and bytes that take the place of the stream's own.
 
         A damaged chunk raises IntegrityError before any byte of it is written. Raises BrokenPipeError when
         the other side has closed, OSError (of the descriptor), UsageError (no such stream).
         """
         stream = self._stream(name)
         widen_pipe(fd)
+        position = 0
         for piece in self._pieces(stream):
+            size = len(piece)
+            piece = _patched(piece, position, patches)
+            position += size
             while piece:
                 try:
                     piece = piece[os.write(fd, piece) :]
@@ -249,3 +255,14 @@ class ImageReader:
         if rooms is None:
             rooms = self._scratch.rooms = (bytearray(CHUNK_BYTES + TAG_BYTES), bytearray(CHUNK_BYTES))
         return rooms
+
+
+def _patched(piece: memoryview, position: int, patches: Iterable[tuple[int, bytes]]) -> memoryview:
+    """A piece of a stream that begins at `position`, with the patches that touch it applied to a copy."""
+    for offset, data in patches:
+        start, end = max(offset, position), min(offset + len(data), position + len(piece))
+        if start < end:
+            copy = bytearray(piece)
+            copy[start - position : end - position] = data[start - offset : end - offset]
+            piece = memoryview(copy)
+    return piece

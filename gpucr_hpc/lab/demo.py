@@ -239,7 +239,8 @@ def told(event: Event) -> list[str]:
         case "signal":
             return [f"{event.node}: Slurm's signal {fields['signal']} came: {fields['decision']}"]
         case "checkpoint begins":
-            return [f"{event.node}: checkpoint {fields['checkpoint']} begins, {fields['budget_s']} s at most"]
+            left = fields.get("budget_s") or fields.get("left_s", "?")
+            return [f"{event.node}: checkpoint {fields['checkpoint']} begins, {left} s at most"]
         case "checkpoint committed":
             plain, stored = int(fields["bytes_plain"]), int(fields["bytes_stored"])
             return [
@@ -289,6 +290,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if running is None:
             lab.up(_NODES)
         else:
+            lab.need_own_checkout()
             lab.up(len(running.nodes), running.settings)
         demo = Demo(lab, say)
         report = demo.run()

@@ -57,6 +57,10 @@ class Soak:
                 counts[int(words[1].rstrip(":"))] = int(words[2])
         return min(counts.values())
 
+    def _restored(self) -> int:
+        """How often the agents said in the job's output that it is back."""
+        return self._output().count("gpucr: restored on ")
+
     def _running_on(self) -> list[str]:
         job = self._lab.job(self.job)
         if "RUNNING" not in job["job_state"] or not job.get("nodes"):
@@ -66,7 +70,7 @@ class Soak:
 
     def round(self) -> dict[str, object]:
         """Move the job once; raise LabError when it does not come back with its connection whole."""
-        before, blocks, start = self._running_on(), self._blocks(), time.monotonic()
+        before, restored, start = self._running_on(), self._restored(), time.monotonic()
         restarts = self._lab.job(self.job)["restart_cnt"]
         self._lab.exec(before[0], ["gpucr", "checkpoint", str(self.job), "--requeue"], user="alice")
         wait_until(
@@ -74,6 +78,8 @@ class Soak:
             _RESTART_LIMIT_S,
             "the job to run again",
         )
+        wait_until(lambda: self._ended() or self._restored() > restored, _RESTART_LIMIT_S, "the restore")
+        blocks = self._blocks()
         wait_until(lambda: self._ended() or self._blocks() > blocks, _RESTART_LIMIT_S, "traffic after the move")
         if self._ended():
             raise LabError(reason=f"the job ended: {self._output()[-600:]}")

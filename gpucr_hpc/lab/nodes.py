@@ -200,6 +200,13 @@ class Nodes(SlurmCommands):
                 text = next((tail for tail in map(_tail, logs) if tail), "(it wrote nothing)")
                 raise LabError(reason=f"{name} of {node} ended{but}:\n{text}")
 
+    def need_own_checkout(self) -> None:
+        """LabError when the nodes run the package of another checkout: its agents and our C parts would not fit."""
+        for node in self.nodes():
+            theirs = self.root(node) / "usr/lib/python3/dist-packages/gpucr_hpc"
+            if not theirs.samefile(CHECKOUT / "gpucr_hpc"):
+                raise LabError(reason="is up from another checkout; end it there, or `scripts/lab up --fresh` here")
+
     def log_dir(self, node: str) -> Path:
         """The node's /var/log on the host, there also when the node is off."""
         return self.state / "nodes" / node / "upper/var/log"

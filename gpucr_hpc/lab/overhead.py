@@ -86,6 +86,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         if not was_up:
             lab.up(2)
+        lab.need_own_checkout()
         report = measure(lab, max(10, options.rounds))
     except GpucrError as error:
         print(f"measure_overhead: error: {error}", file=sys.stderr)

@@ -199,10 +199,13 @@ def real_command(args: SrunArgs, physical: Callable[[str], str]) -> SrunArgs:
     return SrunArgs(tuple(options), args.command)
 
 
-def relaunch_command(args: SrunArgs, nodes: int, tasks: int) -> SrunArgs:
-    """The same step for tasks that are there already: placed by a host file, its files not cut off."""
+def relaunch_command(args: SrunArgs, tasks: int) -> SrunArgs:
+    """The same step for tasks that are there already: placed by a host file, its files not cut off.
+
+    Slurm 26.05 refuses a number of nodes beside the arbitrary distribution; the host file says it (NODE_VARIABLES).
+    """
     kept = [(name, value) for name, value in args.options if name not in _PLACEMENT and name != "open-mode"]
-    pinned = [("nodes", str(nodes)), ("ntasks", str(tasks)), ("distribution", "arbitrary"), ("open-mode", "append")]
+    pinned = [("ntasks", str(tasks)), ("distribution", "arbitrary"), ("open-mode", "append")]
     return SrunArgs((*kept, *pinned), args.command)
 
 
@@ -236,6 +239,13 @@ RUN_VARIABLES = (
     "SLURM_TOPOLOGY_ADDR_PATTERN", "SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME", "SLURM_RESTART_COUNT",
     "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_TASK_PID", "SLURM_STEPMGR", "SLURM_CONF", "SLURM_MEM_PER_NODE",
     "SLURM_JOB_GID", "SLURM_JOB_UID", "SLURM_JOBID", "SLURM_JOB_ID", "CUDA_VISIBLE_DEVICES",
+)  # fmt: skip
+
+
+# What srun takes for a number of nodes or tasks per node; a host file has the word instead.
+NODE_VARIABLES = (
+    "SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE",
+    "SLURM_TASKS_PER_NODE", "SLURM_DISTRIBUTION", "SLURM_JOB_NODELIST", "SLURM_NODELIST",
 )  # fmt: skip
 
 

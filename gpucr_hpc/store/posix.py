@@ -170,7 +170,8 @@ class PosixStore:
         """See Store.orphans."""
         now, found = time.time(), []
         for job in self._jobs():
-            with contextlib.suppress(ObjectMissing), self._job(job) as fd, _errors(self._path(job)):
+            # A directory that is not ours in the store must not keep others from their checkpoints.
+            with contextlib.suppress(ObjectMissing, StoreError), self._job(job) as fd, _errors(self._path(job)):
                 for name in sorted(os.listdir(fd)):
                     if _is_orphan_name(name):
                         with contextlib.suppress(FileNotFoundError):

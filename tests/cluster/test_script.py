@@ -11,7 +11,7 @@ from gpucr_hpc.lab.cluster import Lab
 # Variables that tell of place, time and number of a run, and so differ between any two jobs.
 _OWN = re.compile(
     r"SLURM_JOB_?ID=|SLURM_JOB_(START|END)_TIME|SLURM_TASK_PID|SLURMD?_(JOB_)?NODE(NAME|LIST)=|SLURM_TOPOLOGY_ADDR="
-    r"|SLURM_JOB_NAME=|GPUCR_|_=|SLURM_NODELIST|SLURM_RESTART_COUNT|SLURM_JOB_USER|SLURM_OOM|SLURM_JOB_SUBMIT"
+    r"|SLURM_JOB_NAME=|SLURM_JOB_SLUID=|SLURM_OPEN_MODE=|SLURM_SPANK_GPUCR_|SLURM_SPANK__SLURM_SPANK_OPTION_gpucr|GPUCR_|_=|SLURM_NODELIST|SLURM_RESTART_COUNT|SLURM_JOB_USER|SLURM_OOM|SLURM_JOB_SUBMIT"
 )
 
 SURROUNDINGS = r"""
@@ -20,7 +20,7 @@ show() {
     echo "umask $(umask) nice $(nice) cwd $(pwd) groups $(id -G | tr ' ' '\n' | sort | tr '\n' ' ')"
     echo "input $(readlink /proc/$$/fd/0 | grep -c null)"
     echo "affinity $(taskset -cp $$ | sed 's/.*: //' | tr , '\n' | wc -l)"
-    cat /proc/$$/status | grep -E 'Sig(Blk|Ign|Cgt)|Seccomp:|NoNewPrivs|CapEff|Dumpable'
+    cat /proc/$$/status | grep -E 'SigIgn|Seccomp:|NoNewPrivs|CapEff|Dumpable'
     touch made.$1; stat -c 'file %a %U' made.$1
     mkdir -p $HOME/x 2>&1; echo "home $HOME"
 }

@@ -65,9 +65,9 @@ def test_node_names_of_the_job_become_those_of_the_run() -> None:
 def test_relaunch_pins_geometry() -> None:
     """Placement options go, the host file's distribution comes, files are appended to."""
     args = srun_args.parse(["-N2", "--ntasks-per-node=2", "-c2", "--mpi=pmi2", "a", "b"])
-    found = srun_args.relaunch_command(args, 2, 4)
+    found = srun_args.relaunch_command(args, 4)
     assert found.argv() == [
-        *("--cpus-per-task=2", "--mpi=pmi2", "--nodes=2", "--ntasks=4", "--distribution=arbitrary"),
+        *("--cpus-per-task=2", "--mpi=pmi2", "--ntasks=4", "--distribution=arbitrary"),
         *("--open-mode=append", "a", "b"),
     ]
 

@@ -2,8 +2,8 @@
 
 Its directory holds `gpus.json` (an Inventory, optional), one file of state for each process, and `inject`: lines of
 `CALL WHAT [COUNT]`, each taken off when it has acted COUNT times (1). CALL is lock, checkpoint, restore, unlock, state
-or look; WHAT is a number (the call returns this CUresult), `hang`, `slow` (a second), `die` (the worker), or `fail` (the process goes to
-FAILED).
+or look; WHAT is a number (the call returns this CUresult), `hang`, `slow` (a second), `die` (the worker), or `fail`
+(the process goes to FAILED).
 A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid.
 """
 

@@ -72,6 +72,8 @@ class NodeGpus:
     def __init__(self, job: str, config: CudaConfig) -> None:
         self._job, self._config = job, config
         self._kind = driver_kind(config.driver)
+        # No process need be looked at then, not while the job stands still either.
+        self.absent = self._kind == config.driver and not procfs.driver_loaded()
         self._workers: dict[int, CudaWorker] = {}
         self._spare: list[CudaWorker] = []
         self.inventory: Inventory | None = None
@@ -88,10 +90,12 @@ class NodeGpus:
 
         orphaned: stopped ones may have been left so by an agent that died; they are let go on first.
         """
+        if self.absent or self._config.driver == "off":
+            return
         maybe = procfs.candidates(processes)
         known = {p.pid for p in self.processes}
         wanted = [p for p in maybe if p.pid not in known]
-        if not wanted or self._config.driver == "off":
+        if not wanted:
             return
         stopped = next((p for p in wanted if p.state in "Tt"), None)
         if orphaned and self._config.stop_threads:
@@ -212,6 +216,8 @@ class NodeGpus:
 
     def verify(self, processes: Sequence[Process]) -> None:
         """Raise when a process of the capsule still holds a device: CRIU would refuse it, or lose what is behind it."""
+        if self.absent:
+            return
         own = {p.pid for p in self.processes}
         for process in processes:
             for what, path in procfs.devices(process.pid):

@@ -16,6 +16,15 @@ _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 _UNLIMITED = 1 << 60  # cgroup v1 writes its lack of a limit as a huge number
 
 
+def driver_loaded() -> bool:
+    """Whether this node has NVIDIA's driver at all: without it no process holds anything of it."""
+    try:
+        known = Path("/proc/devices").read_text()
+    except OSError:
+        return True  # not known: each process is looked at
+    return "nvidia" in known or os.path.exists("/dev/nvidiactl")
+
+
 def devices(pid: int) -> Iterator[tuple[str, str]]:
     """Descriptors and mappings of NVIDIA devices: ("descriptor 7", "/dev/nvidia0")."""
     directory = f"/proc/{pid}/fd"

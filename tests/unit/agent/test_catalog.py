@@ -26,11 +26,12 @@ class Worker:
     def __init__(self) -> None:
         self.manifests: dict[tuple[str, str], bytes] = {}
         self.records: dict[tuple[str, str], str] = {}
+        self.meta: dict[str, Any] = {"ranks": []}
 
     def add(self, checkpoint: str, *, job: str = JOB, uid: int = UID, key: SigningKey = SIGNING, at: str = "") -> None:
         manifest = Manifest(
             checkpoint=checkpoint, job=job, uid=uid, gid=100, reason="demand", run=0, images=[],
-            slots=[DataKey(b"d" * 32).wrap(SITE, checkpoint)],
+            slots=[DataKey(b"d" * 32).wrap(SITE, checkpoint)], meta=self.meta,
         )  # fmt: skip
         self.manifests[job, at or checkpoint] = encode(manifest, key)
 
@@ -97,6 +98,13 @@ def test_damaged_and_foreign_ones_are_left_out_and_named(catalog, worker):
     assert f"checkpoint {IDS[3]} belongs to uid {UID + 1}, not {UID}" in problems
     worker.add(IDS[0], at=IDS[4])
     assert ([], True) == (candidates(catalog)[0], "another one lies in its place" in str(candidates(catalog)[1]))
+
+
+def test_set_of_another_release(catalog, worker):
+    """A set whose engine section this release cannot read is named, not tried."""
+    worker.meta = {}
+    worker.add(IDS[0])
+    assert ([], [f"checkpoint {IDS[0]} was made by another release"]) == candidates(catalog)
 
 
 def test_set_of_an_earlier_job_of_the_same_number(catalog, worker):

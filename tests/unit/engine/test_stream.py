@@ -81,7 +81,7 @@ def dumped(directory: Path, files: dict[str, bytes], **how) -> tuple[MemoryStore
 
 def restored(directory: Path, store: MemoryStore, entry: ImageEntry, names: list[str]) -> list[bytes | None]:
     with ImageReader(lambda name: store.open(JOB, ID, name), entry, checkpoint=ID, key=KEY) as reader:
-        serve = stream.Serve(stream.listen(directory, stream.SERVE_SOCKET), reader)
+        serve = stream.Serve(stream.listen(directory, stream.SERVE_SOCKET), reader, {})
         serve.start()
         with FakeCriu(directory / stream.SERVE_SOCKET) as criu:
             content = [criu.read(name) for name in names]
@@ -209,7 +209,7 @@ def test_reader_that_stops_early_is_no_error(directory):
     """CRIU may close a file before its end; the stream goes on."""
     store, entry, _ = dumped(directory, {"pages-1.img": bytes(4 << 20), "a.img": b"a"})
     with ImageReader(lambda name: store.open(JOB, ID, name), entry, checkpoint=ID, key=KEY) as reader:
-        serve = stream.Serve(stream.listen(directory, stream.SERVE_SOCKET), reader)
+        serve = stream.Serve(stream.listen(directory, stream.SERVE_SOCKET), reader, {})
         serve.start()
         with FakeCriu(directory / stream.SERVE_SOCKET) as criu:
             criu.sock.sendall(request(b"pages-1.img"))
