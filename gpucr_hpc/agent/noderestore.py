@@ -37,7 +37,7 @@ class NodeRestore:
     """Build, run, open; or undo. The job's geometry, identity and run are set before.
 
     ran_on: the job wrote on after this checkpoint, also to its output. After `build`, `report` has a line for each
-    file that was rolled back.
+    file that was rolled back; after `open` also for each GPU that was not seen at work.
     """
 
     def __init__(self, job: ProtectedJob, manifest: Manifest, *, ran_on: bool = False) -> None:

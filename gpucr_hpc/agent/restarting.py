@@ -115,6 +115,7 @@ async def _restore(
         await _all(part.build() for part in parts)
         await _tell(job, supervisor, [*problems, *local.report])
         problems.clear()
+        local.report.clear()
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
         await _all(part.run() for part in parts)
         took_s = time.monotonic() - start
@@ -134,6 +135,7 @@ async def _restore(
         raise
     for part in parts:
         await part.close()
+    await _tell(job, supervisor, local.report)
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 
