@@ -142,9 +142,11 @@ class LocalParticipant:
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
 
     def _collected(self, task: shepherd.Task) -> bool:
-        """Whether a task has ended and Slurm knows it; the shepherd keeps it on its list."""
-        key, _, rank = task.key.partition(".")
-        return any(step["key"] == key and int(rank) in step["ended"] for step in self.steps if rank)
+        """Whether a task has ended and Slurm knows it, by itself or with its whole step; the shepherd may still have
+        it on its list."""
+        key, dot, rank = task.key.partition(".")
+        step = next((step for step in self.steps if step["key"] == key), None)
+        return bool(dot) and (step is None or int(rank) in step["ended"])
 
     async def commit(self) -> None:
         self._job.run_dir.leaving.touch()

@@ -2,8 +2,8 @@
 
 The address depends on the node rank alone, so that sockets can be bound again after a move. The nodes of a job are
 joined by a VXLAN of its own with fixed neighbours: no multicast, no learning, nothing that another job could hear.
-Packets to the site leave through a veth pair with an address of this node's own; the capsule's address is rewritten
-inside the namespace and the node's outside, so many jobs can use the same virtual addresses.
+Packets to the site leave through a veth pair; the capsule's address is rewritten inside the namespace and once more by
+the node, so many jobs can use the same virtual addresses.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from gpucr_hpc.proc import clean_env, run_async
 INTERFACE = "job0"
 _TUNNEL_BYTES = 50  # outer Ethernet, IPv4, UDP and VXLAN headers (RFC 7348)
 _PERMANENT = 128  # NUD_PERMANENT, rtnetlink(7)
+_LINK = 253  # RT_SCOPE_LINK, rtnetlink(7)
 _NO_IPV6 = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}  # no link-local address
 _CRIU_MARK = 0xC114  # CRIU's own repair packets carry it (criu/netfilter.c)
 _UPLINKS = ipaddress.ip_network("100.64.128.0/17")  # shared address space (RFC 6598), /30 for each job of a node
@@ -193,28 +194,28 @@ def _mtu_towards(host: Any, local: str) -> int:
 
 
 def _uplink_addresses(job: str) -> tuple[str, str]:
-    """Addresses of a job's way out: of the node's end, and of the capsule's as the node sees it."""
+    """Next hop of a capsule's way out, which no interface has, and the capsule's address as the node sees it."""
     slot = int(job) % _UPLINK_SLOTS
     return str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
 
 
 def _add_uplink(job: str, own: str, host: Any, inside: Any) -> None:
-    """The way out. Its inner end has no address, so that no library takes it for a network of the job (UCX lists
-    every interface that has one); packets leave with the job's address and are rewritten by the rule above."""
-    node_side, job_side = _uplink_addresses(job)
+    """The way out. Neither end has an address, so that no library takes it for a network (UCX lists every interface
+    that has one, in this job and in any other job of the node); routes and neighbours are fixed instead."""
+    gateway, seen_as = _uplink_addresses(job)
     name = _uplink(job)
     host.link("add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)})
     (outside,) = host.link_lookup(ifname=name)
     (uplink,) = inside.link_lookup(ifname="uplink")
-    host.addr("add", index=outside, address=node_side, prefixlen=30)
     host.link("set", index=outside, state="up", IFLA_AF_SPEC=_NO_IPV6)
     inside.link("set", index=uplink, state="up", IFLA_AF_SPEC=_NO_IPV6)
     host_mac = host.get_links(outside)[0].get_attr("IFLA_ADDRESS")
     inside_mac = inside.get_links(uplink)[0].get_attr("IFLA_ADDRESS")
-    host.neigh("replace", dst=job_side, lladdr=inside_mac, ifindex=outside, state=_PERMANENT)
-    inside.neigh("replace", dst=node_side, lladdr=host_mac, ifindex=uplink, state=_PERMANENT)
-    inside.route("add", dst=f"{node_side}/32", oif=uplink, scope=253, prefsrc=own)
-    inside.route("add", dst="default", gateway=node_side, oif=uplink, prefsrc=own)
+    host.neigh("replace", dst=seen_as, lladdr=inside_mac, ifindex=outside, state=_PERMANENT)
+    host.route("add", dst=f"{seen_as}/32", oif=outside, scope=_LINK)
+    inside.neigh("replace", dst=gateway, lladdr=host_mac, ifindex=uplink, state=_PERMANENT)
+    inside.route("add", dst=f"{gateway}/32", oif=uplink, scope=_LINK, prefsrc=own)
+    inside.route("add", dst="default", gateway=gateway, oif=uplink, prefsrc=own)
 
 
 def _uplink(job: str) -> str:
