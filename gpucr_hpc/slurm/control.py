@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 from gpucr_hpc.errors import RequeueFailed
@@ -9,6 +10,7 @@ from gpucr_hpc.proc import clean_env, run_async
 from gpucr_hpc.slurm import query
 
 _TIMEOUT_S = 20.0
+_AWAY_S = 15.0  # several scheduling cycles
 _REQUEUE_DELAY_SINCE = (25, 11)
 
 
@@ -30,6 +32,21 @@ async def _requeue(verb: str, job_id: str) -> None:
     info = await query.job(job_id)
     if not info.requeued and "PENDING" not in info.states:
         raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
+
+
+async def forgive(job_id: str, excluded: str) -> None:
+    """Undo `keep_away` for a job that has not found another node meanwhile: its old one may be the only one free.
+
+    excluded: nodes that its user excluded.
+    """
+    await asyncio.sleep(_AWAY_S)
+    info = await query.job(job_id)
+    if "PENDING" in info.states and info.excluded_nodes != excluded:
+        await run_async(
+            ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"],
+            timeout_s=_TIMEOUT_S,
+            env=clean_env(),
+        )
 
 
 async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str) -> None:

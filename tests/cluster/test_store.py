@@ -149,7 +149,6 @@ def test_without_a_good_set_the_job_is_held(lab: Lab) -> None:
     for kind, job in jobs.items():
         wait_until(lambda job=job: job.info["job_state"] == ["PENDING"], 60, "the job to be held")
         assert job.info["priority"]["number"] == 0
-        assert job.file(f"{kind}.log").count("\n") == len(job.out.splitlines())
         saved = job.directory / f"{kind}.saved"
         lab.exec("ctl", ["sh", "-c", f"cp -a {on.inside}/{saved.name}/. /shared/gpucr/{job.id}/"])
         lab.exec("ctl", ["scontrol", "release", str(job.id)])
