@@ -188,6 +188,7 @@ static void batch_step(void)
 	stub_option("checkpoint-on-preempt", "", 1);
 	stub_option("checkpoint-dir", "/ckpt", 1);
 	stub_option("checkpoint-interval", "30m", 1);
+	setenv("GPUCR_SIGNAL", "50", 1); /* the first call has taken it out of the job's environment */
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodeid 0 --nodes 2 --signal 50 --when-unprotected fail "
 		  "--dir /ckpt --interval 30m --",

@@ -13,7 +13,7 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.errors import CapsuleError, GpucrError, PeerLost, RestoreFailed
+from gpucr_hpc.errors import CapsuleError, CudaError, GpucrError, PeerLost, RestoreFailed
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -44,7 +44,7 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
         try:
             await _restore(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
             return
-        except (RestoreFailed, PeerLost, CapsuleError):
+        except (RestoreFailed, PeerLost, CapsuleError, CudaError):
             await _tell(job, supervisor, problems)
             raise  # an older set would lose work and most likely fail alike
         except GpucrError as error:
