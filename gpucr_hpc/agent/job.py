@@ -21,6 +21,7 @@ from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.capsule.processes import descendants, start_time, wait_gone
+from gpucr_hpc.engine.cuda.processes import driver_loaded
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, SlurmError
 from gpucr_hpc.log import Log
@@ -28,7 +29,7 @@ from gpucr_hpc.log import Log
 log = Log(__name__)
 
 # What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
-_DUMPABLE = {"USE_LIBUV": "0"}  # PyTorch's TCPStore would use io_uring
+_DUMPABLE = {"USE_LIBUV": "0"}  # on nodes with GPUs: PyTorch's TCPStore would use io_uring
 
 
 class ProtectedJob:
@@ -244,7 +245,8 @@ class ProtectedJob:
         """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
         env = {"GPUCR_CAPSULE": self.job, "GPUCR_SHEPHERD": self.run_dir.shepherd_socket}
         own = environment_of(pid)
-        env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
+        if driver_loaded():
+            env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
         if self.geometry is not None and self.geometry.names != self.geometry.nodes:
             env |= {k: v for k, v in lead.virtual_names(self.geometry, self.node_rank).items() if k in own}
         return env
