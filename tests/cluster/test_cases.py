@@ -1,0 +1,218 @@
+"""Failures that people reported (cases C3 to C40), each as a short job that is moved, beside an undisturbed run.
+
+Good is an identical result, or a refusal before anything is frozen with pid, object and reason, the job running on.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from case_programs import REFUSED, WHOLE
+from jobs import Bench, bench, each
+
+from gpucr_hpc.lab import conf
+from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.wait import wait_until
+
+
+def command(on: Bench, name: str, language: str, text: str) -> str:
+    if language == "c":
+        return on.compile(name, text)
+    return f"python3 {on.put(name + '.py', text)}"
+
+
+GROUPS = [list(WHOLE)[n::2] for n in range(2)]
+
+
+@pytest.mark.parametrize("names", GROUPS, ids="+".join)
+def test_the_result_is_that_of_an_undisturbed_run(lab: Lab, names: list[str]) -> None:
+    """Each program sets a state, says ready, and checks it after the move: same output, same exit status."""
+    on = bench(lab, "cases-whole")
+    moved, plain = {}, {}
+    for name in names:
+        program = command(on, name, *WHOLE[name])
+        moved[name] = on.submit(f"exec {program} moved-{name}", "--mem=200M", name=f"moved-{name}")
+        plain[name] = on.submit(f"exec {program} moved-{name}", "--mem=200M", name=f"plain-{name}", protected=False)
+    for job in moved.values():
+        job.says("ready\n")
+    for job in plain.values():
+        job.says("ready\n")
+    each([lambda job=job: job.move() for job in moved.values()])
+    (on.directory / "go").touch()
+    for name, job in moved.items():
+        job.end()
+        plain[name].end()
+        assert (name, job.out) == (name, plain[name].out)
+        assert "ok\n" in job.out
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_before_anything_is_touched(lab: Lab, name: str) -> None:
+    """The refusal names the process and the object; the job goes on, and can be checkpointed when it is gone."""
+    language, text, reason = REFUSED[name]
+    on = bench(lab, f"cases-{name}")
+    job = on.submit(f"exec {command(on, name, language, text)} x", name="job").says("ready\n")
+    asked = job.gpucr("checkpoint", str(job.id), check=False)
+    assert asked.status == 44, asked.stderr
+    assert "(pid " in asked.stderr
+    assert reason in asked.stderr
+    assert reason in job.raw
+    assert not job.sets()
+    (on.directory / "gone").touch()
+    job.says("let go\n").move()
+    (on.directory / "go").touch()
+    assert job.end().out == "ready\nlet go\nok\n"
+
+
+def test_a_tracer_outside_is_named(lab: Lab) -> None:
+    """C22: strace on a task."""
+    on = bench(lab, "cases-tracer")
+    job = on.submit("echo ready; until [ -e go ]; do sleep 0.1; done; echo end", name="job").says("ready\n")
+    node, traced = job.node, f"job{job.id:05d}"
+    script = f"strace -o /dev/null -p $(pgrep -f -n {traced}) & echo $! > /tmp/tracer"
+    lab.exec(node, ["sh", "-c", f"({script}) >/dev/null 2>&1"])
+    status = "grep -h TracerPid /proc/$(pgrep -f -n " + traced + ")/status"
+    wait_until(lambda: lab.exec(node, ["sh", "-c", status], check=False).stdout.split()[-1:] != ["0"], 10, "strace")
+    asked = job.gpucr("checkpoint", str(job.id), check=False)
+    assert asked.status == 44
+    assert "is traced by pid" in asked.stderr
+    lab.exec(node, ["sh", "-c", "kill $(cat /tmp/tracer); rm /tmp/tracer"])
+    wait_until(lambda: job.gpucr("checkpoint", str(job.id), check=False).status == 0, 20, "a checkpoint")
+    (on.directory / "go").touch()
+    assert job.end().out == "ready\nend\n"
+
+
+def test_a_replaced_library_is_named(lab: Lab) -> None:
+    """C3: a file that the job has mapped is another one when the job comes back: held, and the file is named; with
+    the old file it goes on."""
+    on = bench(lab, "cases-library")
+    library = on.compile("lib.so", "int answer(void) { return 42; }", "-shared", "-fPIC")
+    host = on.directory / "lib.so"
+    script = f"""
+        import ctypes, os, time
+        lib = ctypes.CDLL({library!r})
+        print("ready", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+        print("answer", lib.answer())
+    """
+    job = on.submit(f"exec python3 {on.put('use.py', script)}", name="job").says("ready\n")
+    lab.exec("ctl", ["scontrol", "hold", str(job.id)])
+    job.checkpoint("--requeue")
+    lab.wait_job(job.id, "PENDING")
+    old = host.read_bytes()
+    host.write_bytes(old + b"longer")
+    lab.exec("ctl", ["scontrol", "release", str(job.id)])
+    job.says("The job is held with its checkpoints kept")
+    assert "lib.so" in job.raw
+    host.write_bytes(old)
+    wait_until(lambda: job.info["job_state"] == ["PENDING"], 60, "the job to be held")
+    (on.directory / "go").touch()
+    lab.exec("ctl", ["scontrol", "release", str(job.id)])
+    assert job.end().out == "ready\nanswer 42\n"
+
+
+def test_many_threads_and_a_fork_storm(lab: Lab) -> None:
+    """C24: 20 checkpoints of 500 threads beside processes that fork all the time; the job runs on."""
+    on = bench(lab, "cases-storm")
+    storm = """
+        import os, threading, time
+        def wait():
+            while not os.path.exists("go"):
+                time.sleep(0.5)
+        threads = [threading.Thread(target=wait) for _ in range(500)]
+        for thread in threads:
+            thread.start()
+        print("ready", flush=True)
+        n = 0
+        while not os.path.exists("go"):
+            pid = os.fork()
+            if pid == 0:
+                os._exit(n % 100)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == n % 100
+            n += 1
+        for thread in threads:
+            thread.join()
+        print("ok")
+    """
+    job = on.submit(f"exec python3 {on.put('storm.py', storm)}", name="job").says("ready\n")
+    for _ in range(20):
+        job.checkpoint()
+    (on.directory / "go").touch()
+    assert job.end().out == "ready\nok\n"
+
+
+def test_a_service_outside_is_reconnected(lab: Lab) -> None:
+    """C33: a connection out of the job does not come along; the client sees its end and connects again."""
+    on = bench(lab, "cases-service")
+    server = """
+        import socket
+        listener = socket.create_server(("0.0.0.0", 7777))
+        while True:
+            client, _ = listener.accept()
+            client.sendall(b"hello\\n")
+    """
+    client = f"""
+        import os, socket, time
+        def connect():
+            sock = socket.create_connection(("{conf.address('ctl')}", 7777), timeout=10)
+            assert sock.recv(100) == b"hello\\n"
+            return sock
+        sock = connect()
+        print("ready", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+        sock.settimeout(5)
+        try:
+            gone = sock.sendall(b"still there?") or sock.recv(100) == b""
+        except OSError:
+            gone = True
+        connect()
+        print("gone", gone)
+    """
+    path = on.put("server.py", server)
+    lab.exec("ctl", ["sh", "-c", f"python3 {path} >/dev/null 2>&1 & echo $! > /tmp/server"])
+    try:
+        job = on.submit(f"exec python3 {on.put('client.py', client)}", name="job")
+        job.says("ready\n").move()
+        (on.directory / "go").touch()
+        assert job.end().out == "ready\ngone True\n"
+    finally:
+        lab.exec("ctl", ["sh", "-c", "kill $(cat /tmp/server); rm /tmp/server"])
+
+
+def test_limits_and_groups_hold_after_a_move(lab: Lab) -> None:
+    """C30: every process is in its new step's control groups, its memory limit holds, and Slurm sees its end."""
+    on = bench(lab, "cases-limits")
+    eat = """
+        import os, time
+        print("ready", flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.1)
+        block = bytearray(500 << 20)
+        for i in range(0, len(block), 4096):
+            block[i] = 1
+        print("not limited", flush=True)
+    """
+    script = f"sleep 300 & exec python3 {on.put('eat.py', eat)}"
+    job = on.submit(script, "--mem=200M", name="eat").says("ready\n").move()
+    node, run = job.node, job.info
+    ours = [p for p in lab.pids(node) if _pid_namespace(p) not in (_pid_namespace(lab.pid(node) or 0), "")]
+    assert len(ours) >= 4
+    for pid in ours:
+        with open(f"/proc/{pid}/cgroup") as file:
+            text = file.read()
+        assert f"slurm_{node}" in text or "slurmstepd.scope" in text, text
+    assert run["job_state"] == ["RUNNING"]
+    (on.directory / "go").touch()
+    wait_until(lambda: job.over, 60, "the end")
+    assert job.info["job_state"] == ["OUT_OF_MEMORY"]
+    assert "not limited" not in job.out
+
+
+def _pid_namespace(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return ""
