@@ -145,7 +145,7 @@ int main(void)
 {
     size_t size = 4UL << 40;
     char *a = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    char *b = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    char *b = mmap(NULL, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 
     MUST(a != MAP_FAILED && b != MAP_FAILED);
     for (size_t i = 0; i < 10; i++) a[i * (size / 10)] = (char)(i + 1);
