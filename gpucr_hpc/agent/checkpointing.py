@@ -233,7 +233,7 @@ async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) ->
         await slurm.keep_away(info or await slurm.job(job.job), list(job.geometry.nodes), job.excluded)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
-    job.spawn(slurm.forgive(job.job, job.excluded))
+    job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))
     await job.leave(message)
 
 

@@ -34,14 +34,15 @@ async def _requeue(verb: str, job_id: str) -> None:
         raise RequeueFailed(job=job_id, reason=done.stderr.strip() or f"status {done.status}")
 
 
-async def forgive(job_id: str, excluded: str) -> None:
+async def forgive(job_id: str, excluded: str, restarts: int) -> None:
     """Undo `keep_away` for a job that has not found another node meanwhile: its old one may be the only one free.
 
-    excluded: nodes that its user excluded.
+    excluded: nodes that its user excluded. restarts: Slurm's count after the requeue that this belongs to; a job that
+    has been moved again since waits away from other nodes, and is left alone.
     """
     await asyncio.sleep(_AWAY_S)
     info = await query.job(job_id)
-    if "PENDING" in info.states and info.excluded_nodes != excluded:
+    if "PENDING" in info.states and info.restarts == restarts and info.excluded_nodes != excluded:
         await run_async(
             ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"],
             timeout_s=_TIMEOUT_S,
