@@ -62,7 +62,10 @@ def test_damaged_pagemap_is_refused(data: bytes):
 
 def test_first_page_of_every_executable_mapping():
     """Of a living process: its program, its libraries and the vdso, nothing that is only data."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+    program = "print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # before that it may not have got its program's mappings yet
         text = Path(f"/proc/{child.pid}/maps").read_text()
         child.communicate(b"\n")
     executable = [line for line in text.splitlines() if line.split()[1][2] == "x" and "[vsyscall]" not in line]
