@@ -61,10 +61,14 @@ class Capsule:
         """End every process of the capsule (the kernel does it when PID 1 dies) and wait until they are gone."""
         if not self.alive():
             return
-        descriptor = os.pidfd_open(self.init_pid)
+        try:
+            descriptor = os.pidfd_open(self.init_pid)
+        except ProcessLookupError:  # it ended by itself in between
+            return
         try:
             if start_time(self.init_pid) == self.init_start:
-                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             loop, gone = asyncio.get_running_loop(), asyncio.Event()
             loop.add_reader(descriptor, gone.set)
             try:
