@@ -26,7 +26,7 @@ int main(int argc, char **argv)
 	MPI_Init(&argc, &argv);
 	MPI_Comm_rank(MPI_COMM_WORLD, &rank);
 	MPI_Comm_size(MPI_COMM_WORLD, &size);
-	printf("rank %d of %d, pid %d\n", rank, size, (int)getpid());
+	printf("rank %d of %d\n", rank, size);
 	fflush(stdout);
 	for (long i = 0; i < iterations; i++) {
 		unsigned long mine = (unsigned long)(rank + 1) * (i + 1), sum;

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from gpucr_hpc.errors import GpucrError, LabError
 from gpucr_hpc.lab import traffic
 from gpucr_hpc.lab.cluster import Lab
-from gpucr_hpc.lab.conf import CONTROLLER, HOMES
+from gpucr_hpc.lab.conf import HOMES
 from gpucr_hpc.lab.wait import wait_until
 
 _RESTART_LIMIT_S = 90.0
@@ -63,10 +63,7 @@ class Soak:
 
     def _running_on(self) -> list[str]:
         job = self._lab.job(self.job)
-        if "RUNNING" not in job["job_state"] or not job.get("nodes"):
-            return []
-        done = self._lab.exec(CONTROLLER, ["scontrol", "show", "hostnames", job["nodes"]])
-        return done.stdout.split()
+        return self._lab.hostnames(job["nodes"]) if "RUNNING" in job["job_state"] else []
 
     def round(self) -> dict[str, object]:
         """Move the job once; raise LabError when it does not come back with its connection whole."""

@@ -46,6 +46,10 @@ class SlurmCommands:
         job: Job = jobs[0]
         return job
 
+    def hostnames(self, nodes: str) -> list[str]:
+        """The names that Slurm's short form (`n[1-3]`) stands for."""
+        return self.exec(CONTROLLER, ["scontrol", "show", "hostnames", nodes]).stdout.split() if nodes else []
+
     def jobs(self) -> list[Job]:
         """All jobs that are not over."""
         done = self.exec(CONTROLLER, ["squeue", f"--json={DATA_PARSER}"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from gpucr_hpc.lab import demo
+from gpucr_hpc.lab.demo import events, scenario
+from gpucr_hpc.lab.demo.scenario import ITERATE, RING
 from gpucr_hpc.log import _Formatter
 
 REPORT = {
@@ -21,27 +22,27 @@ def line(text: str, **fields: object) -> str:
 
 
 def test_agents_log_line_is_read_back():
-    event = demo.parse_event("n1", line("checkpoint begins", job="7", reason="a b='c'", budget_s=59.0, empty=""))
+    event = events.parse_event("n1", line("checkpoint begins", job="7", reason="a b='c'", budget_s=59.0, empty=""))
     assert event is not None
     assert ("n1", "checkpoint begins") == (event.node, event.text)
     assert {"job": "7", "budget_s": "59.000", "empty": ""}.items() <= event.fields.items()
     assert "a b=" in event.fields["reason"]
-    assert "agent stops" == demo.parse_event("n1", line("agent stops")).text
+    assert "agent stops" == events.parse_event("n1", line("agent stops")).text
 
 
 def test_other_lines_are_passed_over():
     for text in ("", "Traceback (most recent call last):", '  File "x", line 1'):
-        assert None is demo.parse_event("n1", text)
+        assert None is events.parse_event("n1", text)
 
 
 def test_program_lines():
     """Slurm's and gpucr's own lines in the output are not the program's."""
     output = ["step 0", "[2026-11-27T23:52:38] error: *** JOB 7 ...", "gpucr: restored on n2", "RESULT 1"]
-    assert ["step 0", "RESULT 1"] == demo.program_lines(output)
+    assert ["step 0", "RESULT 1"] == scenario.program_lines(output)
 
 
 def test_closing_lines():
-    text = "\n".join(demo.closing_lines(REPORT))
+    text = "\n".join(scenario.closing_lines(REPORT))
     for word in (
         "from n1 to n2",
         "0.200 s",
@@ -54,4 +55,34 @@ def test_closing_lines():
         ": yes",
     ):
         assert word in text
-    assert "NO" in "\n".join(demo.closing_lines(REPORT | {"result_equal": False}))
+    assert "NO" in "\n".join(scenario.closing_lines(REPORT | {"result_equal": False}))
+
+
+def test_several_nodes_are_lists():
+    several = REPORT | scenario.places(["n1", "n2"], ["n3", "n4"])
+    assert (["n1", "n2"], ["n3", "n4"]) == (several["from_nodes"], several["to_nodes"])
+    assert "from n1,n2 to n3,n4" in scenario.closing_lines(several)[0]
+    assert {"from_node": "n1", "to_node": "n2"} == scenario.places(["n1"], ["n2"])
+
+
+def test_a_job_has_moved_only_when_none_of_its_nodes_is_an_old_one():
+    assert scenario.moved(REPORT)
+    assert not scenario.moved(REPORT | {"to_node": "n1"})
+    assert not scenario.moved(REPORT | {"restarts": 0})
+    assert not scenario.moved(REPORT | scenario.places(["n1", "n2"], ["n3", "n2"]))
+
+
+def test_outputs_are_the_same_line_by_line():
+    """Only lines of independent tasks may change places."""
+    one = ["rank 0 of 2", "rank 1 of 2", "iteration 0 of 9", "iteration 5 of 9", "RESULT 3"]
+    assert RING.same(one, [one[1], one[0], *one[2:]])
+    assert not RING.same(one, [*one[:2], one[3], one[2], one[4]])
+    assert not RING.same(one, [*one, one[0]])
+    assert not RING.same(one, one[1:])
+    assert not RING.same(one[:-1], one[:-1]), "nothing without a result is equal"
+    assert not ITERATE.same(one, [one[1], one[0], *one[2:]])
+
+
+def test_progress_is_read_from_the_output():
+    assert 50 == RING.done(["iteration 0 of 600", "iteration 50 of 600", "RESULT 1"])
+    assert 0 == ITERATE.done([])
