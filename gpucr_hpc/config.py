@@ -34,14 +34,20 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class KeysConfig:
-    """site: 32-byte key that wraps the data keys. signing: Ed25519 private key that signs manifests.
+    """site: 32-byte key that wraps the data keys of new checkpoints. others: directory of further site keys (*.key)
+    that are opened: earlier ones, and the next one. signing: Ed25519 private key that signs manifests.
 
-    trusted: directory of Ed25519 public keys (*.pub) whose manifests are accepted besides our own.
+    trusted: directory of Ed25519 public keys (*.pub) whose manifests are accepted besides our own. recipients: PEM
+    files of certificates and public keys; who has a private key to one of them can read every new checkpoint.
+    user_recipients: file in a user's home directory with recipients for his own jobs' checkpoints; "" for none.
     """
 
     site: str = "/etc/gpucr/keys/site.key"
+    others: str = "/etc/gpucr/keys/site.d"
     signing: str = "/etc/gpucr/keys/signing.key"
     trusted: str = "/etc/gpucr/keys/trusted"
+    recipients: tuple[str, ...] = ()
+    user_recipients: str = ".config/gpucr/recipients.pem"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from gpucr_hpc.errors import UsageError
 
 #: Version of everything under one checkpoint: manifest, index, packs. docs/format.md lists the changes.
 FORMAT_VERSION = 1
+#: Versions that this release reads.
+READABLE_VERSIONS = (1,)
 
 JobId: TypeAlias = str
 CheckpointId: TypeAlias = str

@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from gpucr_hpc.agent.context import Context
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CheckpointMissing, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
-from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.keys import DataKey, PublicKey, SiteKey
 from gpucr_hpc.model import Manifest
 
 _LATEST, _ORIGIN, _ENDED = "latest", "origin", "ended"
@@ -19,32 +18,44 @@ _LATEST, _ORIGIN, _ENDED = "latest", "origin", "ended"
 
 @dataclass(frozen=True)
 class Entry:
-    """A complete checkpoint: its manifest, or the reason why it cannot be trusted."""
+    """A complete checkpoint: its manifest, or the reason why it cannot be trusted. data: the manifest's file."""
 
     job: str
     checkpoint: str
     manifest: Manifest | None
     problem: GpucrError | None = None
+    data: bytes = b""
+
+
+class Keys(Protocol):
+    """What a catalog needs of an agent's Context: whose manifests are accepted, and what opens them."""
+
+    @property
+    def trusted(self) -> list[PublicKey]: ...
+
+    @property
+    def site_keys(self) -> tuple[SiteKey, ...]: ...
 
 
 class Catalog:
     """The checkpoints in one store, seen through a started worker."""
 
-    def __init__(self, context: Context, worker: WorkerClient, root: str) -> None:
-        self._context, self._worker, self._root = context, worker, root
+    def __init__(self, keys: Keys, worker: WorkerClient, root: str) -> None:
+        self._keys, self._worker, self._root = keys, worker, root
 
     async def entries(self, job: str | None = None) -> list[Entry]:
         """Every complete checkpoint, oldest first, good or not."""
         found = []
         for owner, checkpoint, text in await self._worker.call("manifests", job=job):
             path = f"{self._root}/{owner}/{checkpoint}/manifest"
+            data = base64.b64decode(text)
             try:
-                manifest = manifest_file.decode(base64.b64decode(text), path, self._context.trusted)
+                manifest = manifest_file.decode(data, path, self._keys.trusted)
                 if (manifest.job, manifest.checkpoint) != (owner, checkpoint):
                     raise CheckpointMissing(checkpoint=f"{checkpoint} (another one lies in its place)", path=path)
-                found.append(Entry(owner, checkpoint, manifest))
+                found.append(Entry(owner, checkpoint, manifest, data=data))
             except GpucrError as error:
-                found.append(Entry(owner, checkpoint, None, error))
+                found.append(Entry(owner, checkpoint, None, error, data))
         return found
 
     async def candidates(self, job: str, uid: int) -> tuple[list[Manifest], list[str]]:
@@ -70,7 +81,7 @@ class Catalog:
 
     def key_of(self, manifest: Manifest) -> str:
         """The data key of a checkpoint, as the worker takes it; raise KeyFileError for a foreign one."""
-        return DataKey.unwrap(manifest.slots, self._context.site_key, manifest.checkpoint).reveal_hex()
+        return DataKey.unwrap(manifest.slots, self._keys.site_keys, manifest.checkpoint).reveal_hex()
 
     async def record(self, job: str, name: str) -> dict[str, Any] | None:
         """A durable note about a job, or None."""

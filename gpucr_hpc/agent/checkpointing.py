@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
+from gpucr_hpc.agent import recipients
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.noderestore import STEPS_STREAM
 from gpucr_hpc.agent.participant import LocalParticipant
@@ -80,7 +81,8 @@ class _Checkpoint:
         self, job: ProtectedJob, reason: str, leave: bool, info: slurm.JobInfo | None, budget: Budget
     ) -> None:
         self._job, self._reason, self._leave, self._info, self._budget = job, reason, leave, info, budget
-        self._id, self._key = new_checkpoint_id(), DataKey.generate()
+        self._id = new_checkpoint_id()
+        self._key = DataKey.generate(job.context.site_keys[0].id_key(job.job))
         self._began = time.time()
         self._timings = Timings()
         self._worker = job.worker()
@@ -130,7 +132,10 @@ class _Checkpoint:
             reason=self._reason,
             run=job.run,
             images=[ImageEntry.from_dict(part.entry) for part in self._parts],
-            slots=[self._key.wrap(context.site_key, self._id)],
+            slots=[
+                self._key.wrap(context.site_keys[0], self._id),
+                *(r.wrap(self._key, self._id) for r in recipients.of_job(job)),
+            ],
             meta={
                 "names": list(job.geometry.names),
                 "ranks": [part.meta for part in self._parts],

@@ -16,11 +16,12 @@ from gpucr_hpc.image.keys import PublicKey, SigningKey, SiteKey
 
 @dataclass(frozen=True)
 class Context:
-    """Read once at the agent's start. criu: None when this host cannot checkpoint; `criu_problem` says why."""
+    """Read once at the agent's start. site_keys: first the one for new checkpoints. criu: None when this host cannot
+    checkpoint; `criu_problem` says why."""
 
     config: Config
     node: str
-    site_key: SiteKey
+    site_keys: tuple[SiteKey, ...]
     signing_key: SigningKey
     trusted: list[PublicKey]
     criu: CriuInfo | None

@@ -27,7 +27,7 @@ from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.errors import CriuError, GpucrError, HostError, JobUnknown
-from gpucr_hpc.image.keys import load_signing_key, load_site_key, load_trusted
+from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trusted
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import check_job_id
 
@@ -158,7 +158,7 @@ async def make_context(config: Config) -> Context:
     return Context(
         config=config,
         node=node_name(),
-        site_key=load_site_key(config.keys.site),
+        site_keys=load_site_keys(config.keys.site, config.keys.others),
         signing_key=signing,
         trusted=load_trusted(config.keys.trusted, signing),
         criu=info,

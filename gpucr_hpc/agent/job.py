@@ -50,6 +50,7 @@ class ProtectedJob:
         self.expected: set[str] = set()  # keys of those whose supervisors a restore waits for
         self.store_root = context.config.store.root
         self.excluded = ""
+        self.user_recipients = ""
         self.last: dict[str, Any] = {}
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
@@ -78,6 +79,7 @@ class ProtectedJob:
                 "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
                 "supervisor": self._batch,
                 "excluded": self.excluded,
+                "user_recipients": self.user_recipients,
                 "last": self.last,
                 **self.steps.state(),
             }
@@ -101,7 +103,7 @@ class ProtectedJob:
         self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
         self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
-        self.excluded = state["excluded"]
+        self.excluded, self.user_recipients = state["excluded"], state.get("user_recipients", "")
         if state["geometry"]:
             self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None

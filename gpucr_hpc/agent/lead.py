@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import checkpointing, peers, restarting
+from gpucr_hpc.agent import checkpointing, peers, recipients, restarting
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.phase import Decision, Phase, decide
@@ -106,6 +106,7 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
         job.groups = Identity.of(supervisor.pid, job.uid, job.gid).groups
         await _take(job, supervisor, info)
+        job.spawn(recipients.learn(job, supervisor))
     except Exception as error:
         if not isinstance(error, GpucrError | OSError):
             log.exception("unexpected")  # a fault of ours must not make a job start from its beginning

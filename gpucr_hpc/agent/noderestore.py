@@ -63,7 +63,7 @@ class NodeRestore:
             job=job.job,
             checkpoint=manifest.checkpoint,
             entry=manifest.image(job.node_rank).as_dict(),
-            key=DataKey.unwrap(manifest.slots, context.site_key, manifest.checkpoint).reveal_hex(),
+            key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
         )
         await self._roll_back_files()
         job.steps.adopt({"on_node": self._meta["steps"]})

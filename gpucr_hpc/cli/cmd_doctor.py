@@ -16,7 +16,7 @@ from gpucr_hpc.cli.client import ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.errors import GpucrError
-from gpucr_hpc.image.keys import load_signing_key, load_site_key
+from gpucr_hpc.image.keyfiles import load_signing_key, load_site_key
 from gpucr_hpc.units import format_bytes
 
 _Finding = dict[str, Any]

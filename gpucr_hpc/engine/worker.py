@@ -13,6 +13,7 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 
 from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, ImageError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, KeyFileError, StoreError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -191,6 +192,10 @@ class Worker:
             found.append((owner, checkpoint, base64.b64encode(data).decode()))
         return found
 
+    def do_replace_manifest(self, job: str, checkpoint: str, old: str, new: str) -> None:
+        """Put a manifest (base64) in the place of an older one of the same checkpoint."""
+        self.store.replace_manifest(job, checkpoint, base64.b64decode(old), base64.b64decode(new))
+
     def do_delete(self, job: str, checkpoint: str) -> None:
         self.store.delete(job, checkpoint)
 
@@ -223,6 +228,15 @@ class Worker:
         except OSError as error:
             raise StoreError(path=error.filename, reason=f"cannot be rolled back: {error.strerror}") from None
 
+    def do_read(self, path: str, limit_bytes: int) -> str | None:
+        """A small file of the user as whom this worker runs, base64, or None when there is none."""
+        try:
+            return base64.b64encode(read_own(path, limit_bytes)).decode()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise KeyFileError(path=path, reason=error.strerror) from None
+
     def do_probe(self) -> dict[str, float]:
         """Write, sync and read a small file in the store; return seconds taken."""
         start = time.monotonic()
@@ -230,6 +244,21 @@ class Worker:
         self.store.get_record("0", "probe")
         self.store.delete_record("0", "probe")
         return {"seconds": time.monotonic() - start}
+
+
+def read_own(path: str, limit_bytes: int) -> bytes:
+    """Content of a regular file that belongs to the current user and that no other may write. Raises OSError,
+    KeyFileError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise KeyFileError(path=path, reason="not a regular file of the user that only he may write")
+        if status.st_size > limit_bytes:
+            raise KeyFileError(path=path, reason=f"has {status.st_size} bytes, more than {limit_bytes}")
+        return os.read(fd, limit_bytes)
+    finally:
+        os.close(fd)
 
 
 def _plain(fields: dict[str, object]) -> dict[str, str | int | float]:

@@ -10,8 +10,8 @@ import struct
 from collections.abc import Sequence
 
 from gpucr_hpc.errors import FormatUnknown, IntegrityError, SignatureError, UsageError
-from gpucr_hpc.image.keys import PublicKey, SigningKey
-from gpucr_hpc.model import FORMAT_VERSION, Manifest, canonical_json
+from gpucr_hpc.image.keys import SLOT_TYPE_SITE, PublicKey, SigningKey
+from gpucr_hpc.model import READABLE_VERSIONS, Manifest, canonical_json
 
 MANIFEST_MAGIC = b"GPUCRMAN"
 #: magic, version, zero, zero, length of the body, public key of the signer
@@ -25,18 +25,23 @@ _CONTEXT = b"gpucr-v1 manifest\0"
 
 
 def encode(manifest: Manifest, signing_key: SigningKey) -> bytes:
-    """Bytes of a manifest, signed, and read back before they are returned.
+    """Bytes of a manifest in its own format version, signed, and read back before they are returned.
 
     Raises UsageError (meta is not JSON, or too large).
     """
-    if manifest.format != FORMAT_VERSION:
-        raise UsageError(reason=f"this release writes format {FORMAT_VERSION}, not {manifest.format}")
+    if manifest.format not in READABLE_VERSIONS:
+        raise UsageError(reason=f"this release does not know format {manifest.format}")
+    if manifest.format == 1 and any(slot.get("type") != SLOT_TYPE_SITE for slot in manifest.slots):
+        raise UsageError(
+            reason=f"checkpoint {manifest.checkpoint} is of format 1, which has no protection against other holders "
+            "of its data key: it cannot be opened to anybody but the site"
+        )
     try:
         body = canonical_json(manifest.as_dict())
     except (TypeError, ValueError) as error:
         raise UsageError(reason=f"the manifest is not JSON: {error}") from None
     public = signing_key.public
-    head = _HEAD.pack(MANIFEST_MAGIC, FORMAT_VERSION, 0, 0, len(body), public.raw)
+    head = _HEAD.pack(MANIFEST_MAGIC, manifest.format, 0, 0, len(body), public.raw)
     data = head + signing_key.sign(_CONTEXT + head + body) + body
     if len(data) > MAX_MANIFEST_BYTES:
         raise UsageError(reason=f"the manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
@@ -63,8 +68,8 @@ def decode(
     magic, version, zero, zero2, length, signer = _HEAD.unpack_from(data)
     if magic != MANIFEST_MAGIC:
         raise IntegrityError(path=path, reason="does not begin with the magic of a manifest")
-    if version != FORMAT_VERSION:
-        raise FormatUnknown(path=path, found=version, known=FORMAT_VERSION)
+    if version not in READABLE_VERSIONS:
+        raise FormatUnknown(path=path, found=version, known=" and ".join(map(str, READABLE_VERSIONS)))
     if zero or zero2 or len(data) != MANIFEST_HEADER_BYTES + length or len(data) > MAX_MANIFEST_BYTES:
         expected = MANIFEST_HEADER_BYTES + length
         raise IntegrityError(path=path, reason=f"has {len(data)} bytes, its header says {expected}")

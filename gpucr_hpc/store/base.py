@@ -82,6 +82,12 @@ class Store(Protocol):
     def read_manifest(self, job: JobId, checkpoint: CheckpointId) -> bytes:
         """The manifest's bytes, not checked. Raises CheckpointMissing."""
 
+    def replace_manifest(self, job: JobId, checkpoint: CheckpointId, old: bytes, new: bytes) -> None:
+        """Put `new` in the place of `old`; after a crash it is one of the two.
+
+        Raises CheckpointMissing, StoreError when the manifest is no longer `old`.
+        """
+
     def delete(self, job: JobId, checkpoint: CheckpointId) -> None:
         """Remove a checkpoint: first it is no longer listed, then its bytes go. Raises CheckpointMissing."""
 

@@ -99,6 +99,14 @@ class MemoryStore:
                 raise CheckpointMissing(checkpoint=checkpoint, path=f"memory/{job}")
             return bytes(self._complete[key][MANIFEST_NAME])
 
+    def replace_manifest(self, job: JobId, checkpoint: CheckpointId, old: bytes, new: bytes) -> None:
+        """See Store.replace_manifest."""
+        with self._lock:
+            if self.read_manifest(job, checkpoint) != old:
+                raise StoreError(path=_path(_key(job, checkpoint)), reason="was changed by somebody else meanwhile")
+            self._complete[_key(job, checkpoint)][MANIFEST_NAME] = bytearray(new)
+            self._used += len(new) - len(old)
+
     def delete(self, job: JobId, checkpoint: CheckpointId) -> None:
         """See Store.delete."""
         with self._lock:

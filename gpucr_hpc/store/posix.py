@@ -158,6 +158,14 @@ class PosixStore:
         except ObjectMissing:
             raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
 
+    def replace_manifest(self, job: JobId, checkpoint: CheckpointId, old: bytes, new: bytes) -> None:
+        """See Store.replace_manifest."""
+        path = self._path(job, checkpoint, MANIFEST_NAME)
+        if self.read_manifest(job, checkpoint) != old:
+            raise StoreError(path=path, reason="was changed by somebody else meanwhile")
+        with self._job(job) as fd, _directory(checkpoint, fd, self._path(job, checkpoint)) as directory, _errors(path):
+            _replace_file(MANIFEST_NAME, new, directory, path)
+
     def free_bytes(self) -> int:
         """See Store.free_bytes."""
         with _errors(self.location):

@@ -133,6 +133,21 @@ def test_delete(store):
     assert store.orphans(0) == []
 
 
+def test_replace_manifest(store):
+    """The new one is read from then on; one that somebody else changed meanwhile stays, and so do the files."""
+    publish(store)
+    store.replace_manifest("41", OLD, b"M", b"other")
+    assert b"other" == store.read_manifest("41", OLD)
+    with pytest.raises(StoreError, match="meanwhile"):
+        store.replace_manifest("41", OLD, b"M", b"third")
+    assert b"other" == store.read_manifest("41", OLD)
+    with store.open("41", OLD, "a.pack") as file:
+        assert b"data" == file.read()
+    with pytest.raises(CheckpointMissing):
+        store.replace_manifest("41", NEW, b"M", b"N")
+    assert [("41", OLD)] == store.list()
+
+
 def test_orphans(store):
     """A staging whose writer died is an orphan after its time, and can be removed, twice."""
     publish(store, checkpoint=NEW)

@@ -152,7 +152,7 @@ def test_slot_opens_with_its_key_and_checkpoint(good):
     """The data key comes back; slots of other types and keys are passed over."""
     key = DataKey.generate()
     slots = [{"type": "x509"}, key.wrap(SiteKey(b"o" * 32), CHECKPOINT), key.wrap(SITE, CHECKPOINT)]
-    assert key._raw == DataKey.unwrap(slots, SITE, CHECKPOINT)._raw
+    assert key._raw == DataKey.unwrap(slots, [SITE], CHECKPOINT)._raw
 
 
 def test_wrong_site_key_names_both_keys():
@@ -160,18 +160,18 @@ def test_wrong_site_key_names_both_keys():
     other = SiteKey(b"o" * 32)
     slot = DataKey.generate().wrap(other, CHECKPOINT)
     with pytest.raises(WrongKey) as caught:
-        DataKey.unwrap([slot], SITE, CHECKPOINT)
+        DataKey.unwrap([slot], [SITE], CHECKPOINT)
     assert other.key_id in str(caught.value)
     assert SITE.key_id in str(caught.value)
     with pytest.raises(WrongKey, match="no slot"):
-        DataKey.unwrap([], SITE, CHECKPOINT)
+        DataKey.unwrap([], [SITE], CHECKPOINT)
 
 
 def test_slot_swap_between_checkpoints():
     """A slot of another checkpoint does not open."""
     slot = DataKey.generate().wrap(SITE, OTHER)
     with pytest.raises(IntegrityError, match="key slot"):
-        DataKey.unwrap([slot], SITE, CHECKPOINT)
+        DataKey.unwrap([slot], [SITE], CHECKPOINT)
 
 
 @pytest.mark.parametrize(
@@ -181,4 +181,4 @@ def test_damaged_slot(change):
     """A damaged slot is refused as such, not as a crash."""
     slot = DataKey.generate().wrap(SITE, CHECKPOINT) | change
     with pytest.raises(IntegrityError, match="key slot"):
-        DataKey.unwrap([slot], SITE, CHECKPOINT)
+        DataKey.unwrap([slot], [SITE], CHECKPOINT)

@@ -27,7 +27,7 @@ def test_sample_of_each_version_is_readable(version):
     manifest = decode(data, "sample", trusted, job=JOB, checkpoint=CHECKPOINT)
     assert version == manifest.format
     assert [image.node_rank for image in manifest.images] == [0, 1]
-    key = DataKey.unwrap(manifest.slots, site, CHECKPOINT)
+    key = DataKey.unwrap(manifest.slots, [site], CHECKPOINT)
     for image in manifest.images:
         with ImageReader(
             lambda name: store.open(JOB, CHECKPOINT, name), image, checkpoint=CHECKPOINT, key=key

@@ -29,7 +29,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import Geometry, build, namespace_processes
 from gpucr_hpc.capsule.capsule import Identity
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
-from gpucr_hpc.image.keys import generate_keys
+from gpucr_hpc.image.keyfiles import generate_keys
 from gpucr_hpc.wire import Frame, Type, make
 
 NODE = "gpu1"

@@ -64,7 +64,7 @@ def worker():
 
 @pytest.fixture
 def catalog(worker):
-    return Catalog(SimpleNamespace(trusted=[SIGNING.public], site_key=SITE), worker, "/store")
+    return Catalog(SimpleNamespace(trusted=[SIGNING.public], site_keys=(SITE,)), worker, "/store")
 
 
 def candidates(catalog: Catalog) -> tuple[list[str], list[str]]:
@@ -163,6 +163,6 @@ def test_key_of_a_checkpoint(catalog, worker):
     worker.add(IDS[0])
     (manifest,), _ = asyncio.run(catalog.candidates(JOB, UID))
     assert (b"d" * 32).hex() == catalog.key_of(manifest)
-    catalog._context.site_key = SiteKey(b"o" * 32)
+    catalog._keys.site_keys = (SiteKey(b"o" * 32),)
     with pytest.raises(WrongKey):
         catalog.key_of(manifest)

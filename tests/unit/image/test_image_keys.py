@@ -9,16 +9,16 @@ import pickle
 import pytest
 
 from gpucr_hpc.errors import KeyFileError
-from gpucr_hpc.image.keys import (
-    DataKey,
-    PublicKey,
-    SigningKey,
-    SiteKey,
+from gpucr_hpc.image.keyfiles import (
     generate_keys,
     load_signing_key,
     load_site_key,
+    load_site_keys,
     load_trusted,
+    rotate,
+    stage,
 )
+from gpucr_hpc.image.keys import DataKey, PublicKey, SigningKey, SiteKey
 
 RAW = bytes(range(32))
 
@@ -133,3 +133,56 @@ def test_key_ids_differ_from_keys():
     assert not PublicKey(bytes(32)).verifies(signing.sign(b"x"), b"x")
     with pytest.raises(ValueError):
         DataKey(b"short")
+
+
+def test_rotation(tmp_path):
+    """Staged, then current; the old one stays readable, and at no moment is one lost."""
+    generate_keys(tmp_path)
+    site, others = tmp_path / "site.key", tmp_path / "site.d"
+    first = load_site_key(site).key_id
+    with pytest.raises(KeyFileError, match="next"):
+        rotate(site, others)
+    assert first == load_site_key(site).key_id
+    second = stage(site, others)
+    assert [first, second] == [key.key_id for key in load_site_keys(site, others)]
+    with pytest.raises(KeyFileError, match="already exists"):
+        stage(site, others)
+    assert (first, second) == rotate(site, others)
+    assert [second, first] == [key.key_id for key in load_site_keys(site, others)]
+    assert [f"{first}.key"] == os.listdir(others)
+    third = stage(site, others)
+    rotate(site, others)
+    assert {first, second, third} == {key.key_id for key in load_site_keys(site, others)}
+    for path in (site, *others.iterdir()):
+        assert 0o600 == path.stat().st_mode & 0o777
+
+
+def test_rotation_that_was_interrupted(tmp_path, monkeypatch):
+    """Stopped between keeping the old key and the new one's place: doing it again completes it."""
+    generate_keys(tmp_path)
+    site, others = tmp_path / "site.key", tmp_path / "site.d"
+    first, second = load_site_key(site).key_id, stage(site, others)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        with pytest.raises(KeyFileError, match="No space"):
+            rotate(site, others)
+    assert [first, second] == [key.key_id for key in load_site_keys(site, others)]
+    assert (first, second) == rotate(site, others)
+
+
+def test_other_site_keys_must_be_closed_to_others(tmp_path):
+    """A key in site.d is a key: the same rules."""
+    generate_keys(tmp_path)
+    put(tmp_path / "site.d/x.key", RAW, 0o644)
+    with pytest.raises(KeyFileError, match=r"x\.key"):
+        load_site_keys(tmp_path / "site.key", tmp_path / "site.d")
+    put(tmp_path / "site.d/x.key", RAW)
+    put(tmp_path / "site.d/notes.txt", b"", 0o644)
+    assert 2 == len(load_site_keys(tmp_path / "site.key", tmp_path / "site.d"))
+    (tmp_path / "site.d").chmod(0o770)
+    with pytest.raises(KeyFileError, match=r"site\.d"):
+        load_site_keys(tmp_path / "site.key", tmp_path / "site.d")
