@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 from gpucr_hpc.errors import UsageError
 
 #: Version of everything under one checkpoint: manifest, index, packs. docs/format.md lists the changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Versions that this release reads.
-READABLE_VERSIONS = (1,)
+READABLE_VERSIONS = (1, 2)
 
 JobId: TypeAlias = str
 CheckpointId: TypeAlias = str
@@ -113,11 +113,71 @@ class PackEntry:
 
 
 @dataclass(frozen=True)
+class LinkedPack:
+    """A pack of an earlier image, as it lies beside the image that refers to it. number: its own, in that image."""
+
+    number: int
+    name: str
+    size_bytes: int
+
+    def as_dict(self) -> Json:
+        """JSON form, read back by from_dict."""
+        return {"number": self.number, "name": self.name, "size_bytes": self.size_bytes}
+
+    @classmethod
+    def from_dict(cls, value: object) -> LinkedPack:
+        """Raises ValueError for anything but what as_dict made."""
+        table = _table(value, {"number", "name", "size_bytes"}, "linked pack")
+        pack = cls(_count(table, "number"), _text(table, "name"), _count(table, "size_bytes"))
+        if not _OBJECT_NAME.fullmatch(pack.name):
+            raise ValueError(f"linked pack {pack.name!r}: not a valid name")
+        return pack
+
+
+@dataclass(frozen=True)
+class Source:
+    """An earlier image of the job, of which an image holds packs: where they were sealed. salt: as in ImageEntry."""
+
+    checkpoint: CheckpointId
+    node_rank: int
+    salt: str
+    packs: list[LinkedPack]
+
+    def as_dict(self) -> Json:
+        """JSON form, read back by from_dict."""
+        return {
+            "checkpoint": self.checkpoint,
+            "node_rank": self.node_rank,
+            "salt": self.salt,
+            "packs": [pack.as_dict() for pack in self.packs],
+        }
+
+    @classmethod
+    def from_dict(cls, value: object) -> Source:
+        """Raises ValueError for anything but what as_dict made."""
+        table = _table(value, {"checkpoint", "node_rank", "salt", "packs"}, "source")
+        source = cls(
+            checkpoint=_text(table, "checkpoint"),
+            node_rank=_count(table, "node_rank"),
+            salt=_text(table, "salt"),
+            packs=[LinkedPack.from_dict(pack) for pack in _list(table, "packs")],
+        )
+        numbers = [pack.number for pack in source.packs]
+        if not is_checkpoint_id(source.checkpoint) or not _DIGEST.fullmatch(source.salt):
+            raise ValueError("source: checkpoint id or salt is not valid")
+        if numbers != sorted(set(numbers)):
+            raise ValueError("source: packs are not in order")
+        return source
+
+
+@dataclass(frozen=True)
 class ImageEntry:
     """The image of one capsule, as ImageWriter.finish returns it.
 
-    salt: hex, random, makes the keys of each image differ. bytes_plain: sum of the streams. bytes_stored:
-    packs and index together. streams: number of streams. node: where it was written, for people only.
+    salt: hex, random, makes the keys of each image differ. bytes_plain: sum of the streams. bytes_stored: own
+    packs and index together, what this image added to the store. streams: number of streams. node: where it was
+    written, for people only. sources: earlier images that it refers to. depth: 0 for an image that stands for
+    itself, else one more than that of the image it was compared with.
     """
 
     node_rank: int
@@ -128,10 +188,18 @@ class ImageEntry:
     bytes_plain: int
     bytes_stored: int
     streams: int
+    sources: list[Source] = field(default_factory=list)
+    depth: int = 0
+    format: int = FORMAT_VERSION
+
+    @property
+    def bytes_linked(self) -> int:
+        """Size of the packs of earlier images that this one holds, in bytes."""
+        return sum(pack.size_bytes for source in self.sources for pack in source.packs)
 
     def as_dict(self) -> Json:
         """JSON form, read back by from_dict."""
-        return {
+        table = {
             "node_rank": self.node_rank,
             "node": self.node,
             "salt": self.salt,
@@ -141,12 +209,17 @@ class ImageEntry:
             "bytes_stored": self.bytes_stored,
             "streams": self.streams,
         }
+        if self.format > 1:
+            table |= {"sources": [source.as_dict() for source in self.sources], "depth": self.depth}
+        return table
 
     @classmethod
     def from_dict(cls, value: object) -> ImageEntry:
         """Raises ValueError for anything but what as_dict made."""
-        counts = ("node_rank", "bytes_plain", "bytes_stored", "streams")
-        table = _table(value, {"node", "salt", "index", "packs", *counts}, "image")
+        version = 2 if "sources" in _plain_table(value) else 1
+        counts = ("node_rank", "bytes_plain", "bytes_stored", "streams", *(("depth",) if version > 1 else ()))
+        later = ("sources",) if version > 1 else ()
+        table = _table(value, {"node", "salt", "index", "packs", *counts, *later}, "image")
         entry = cls(
             node_rank=_count(table, "node_rank"),
             node=_text(table, "node"),
@@ -156,10 +229,18 @@ class ImageEntry:
             bytes_plain=_count(table, "bytes_plain"),
             bytes_stored=_count(table, "bytes_stored"),
             streams=_count(table, "streams"),
+            sources=[Source.from_dict(source) for source in _list(table, "sources")] if version > 1 else [],
+            depth=_count(table, "depth") if version > 1 else 0,
+            format=version,
         )
         if not _DIGEST.fullmatch(entry.salt):
             raise ValueError("image: salt is not 64 hex digits")
         return entry
+
+    def names(self) -> list[str]:
+        """Names of all its files."""
+        linked = [pack.name for source in self.sources for pack in source.packs]
+        return [pack.name for pack in (*self.packs, self.index)] + linked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +313,11 @@ class Manifest:
         if not is_checkpoint_id(manifest.checkpoint) or not _JOB_ID.fullmatch(manifest.job):
             raise ValueError("manifest: job or checkpoint id is not valid")
         ranks = [image.node_rank for image in manifest.images]
-        names = [e.name for image in manifest.images for e in (*image.packs, image.index)]
+        names = [name for image in manifest.images for name in image.names()]
         if ranks != sorted(set(ranks)) or len(names) != len(set(names)):
             raise ValueError("manifest: images are not in order or share a file")
+        if any(image.format != manifest.format for image in manifest.images):
+            raise ValueError("manifest: an image has the form of another format version")
         return manifest
 
 

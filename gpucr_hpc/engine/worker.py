@@ -22,7 +22,7 @@ from typing import Any
 
 from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, ImageError, KeyFileError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -149,6 +149,8 @@ class Worker:
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
         assert self._reader is not None
+        if self._reader.entry.format > 1 and self._reader.ids is None:
+            raise IntegrityError(path=checkpoint, reason="its key slot has no id key, without which nothing is restored")
         patches = {}
         if pagemap.PATCHES_STREAM in self._reader.names():
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))

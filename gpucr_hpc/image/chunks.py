@@ -1,9 +1,9 @@
 """One chunk: plain bytes to kind, payload and tag, and back.
 
-Who calls: writer and reader, on their worker threads. Everything slow releases the GIL except AES-GCM, which
-python3-cryptography does with the GIL held (8 GB/s on one Zen 4 core, so one process seals at most that).
+Who calls: writer and reader, on their worker threads. Everything slow is done in buffers that are used again and
+releases the GIL (AES-GCM: with cryptography 47 or newer).
 
-    plain -> all zero? nothing : LZ4 if it pays, else raw -> AES-256-GCM -> payload (same length) and tag
+    plain -> all zero? nothing : stored before? a reference : LZ4 if it pays, else raw -> AES-256-GCM -> payload, tag
 """
 
 from __future__ import annotations
@@ -11,24 +11,27 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-import lz4.block
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from gpucr_hpc.image.buffers import Buffer, compress, equal
 
 #: Largest plain chunk. 1 MiB is the size of the largest pipe that a process gets without privilege.
 CHUNK_BYTES = 1 << 20
 #: Length of a GCM tag.
 TAG_BYTES = 16
-#: LZ4 is tried on this much of a chunk first, so that incompressible data costs one sixteenth of a try.
-SAMPLE_BYTES = 64 << 10
+#: Length of an image key.
+KEY_BYTES = 32
+#: LZ4 is tried on this much at each of four places of a chunk first: incompressible data costs a sixteenth of a try.
+SAMPLE_BYTES = 16 << 10
 #: Images per checkpoint and packs per image fit the nonce; the last pack number means the index.
 MAX_IMAGES = 1 << 16
 INDEX_PACK = (1 << 16) - 1
 
-ZEROS = bytes(CHUNK_BYTES)
+ZEROS = Buffer(CHUNK_BYTES)
 
 _NONCE = struct.Struct("<HHQ")
-_PLACE = struct.Struct("<QIB")
+_PLACE = struct.Struct("<HHQIB")
 
 
 class ChunkKind(IntEnum):
@@ -39,77 +42,69 @@ class ChunkKind(IntEnum):
     LZ4 = 2
 
 
-class Place:
-    """Where a chunk belongs; additional data of its seal, so that it opens nowhere else."""
+class Origin:
+    """The image in which chunks are sealed: its key and what binds a chunk to its place."""
 
-    __slots__ = ("_head", "_tail")
+    __slots__ = ("_head", "_rank", "_tail", "cipher")
 
-    def __init__(self, checkpoint: str, node_rank: int, stream: str) -> None:
-        self._head = b"gpucr-v1 chunk\0" + node_rank.to_bytes(2, "little")
-        self._tail = stream.encode() + b"\0" + checkpoint.encode()
+    def __init__(self, key: bytes, checkpoint: str, node_rank: int) -> None:
+        self.cipher = AESGCM(key)
+        self._rank = node_rank
+        self._head, self._tail = b"gpucr-v2 chunk\0", checkpoint.encode()
 
-    def bind(self, sequence: int, plain_bytes: int, kind: int) -> bytes:
-        """The additional data of chunk number `sequence` of the stream."""
-        return self._head + _PLACE.pack(sequence, plain_bytes, kind) + self._tail
+    def nonce(self, pack: int, offset: int) -> bytes:
+        """12 bytes, unique under the key of an image: no place of a pack is written twice."""
+        return nonce(self._rank, pack, offset)
 
-
-def nonce(image: int, pack: int, offset: int) -> bytes:
-    """12 bytes, unique under the key of an image: no place of a pack is written twice."""
-    return _NONCE.pack(image, pack, offset)
-
-
-def is_zero(buffer: bytearray | memoryview, size: int) -> bool:
-    """True when the first `size` bytes are zero. One memcmp (37 GB/s) for a whole chunk."""
-    if size and buffer[0]:
-        return False
-    if size == CHUNK_BYTES and len(buffer) == CHUNK_BYTES and isinstance(buffer, bytearray):
-        return buffer == ZEROS
-    return bytes(buffer[:size]) == ZEROS[:size]
+    def place(self, pack: int, offset: int, plain_bytes: int, kind: int) -> bytes:
+        """The additional data of the chunk at this place, so that it opens nowhere else."""
+        return self._head + _PLACE.pack(self._rank, pack, offset, plain_bytes, kind) + self._tail
 
 
-def squeeze(plain: memoryview) -> bytes | None:
-    """The LZ4 block of a chunk, or None where it is not below 7/8 of the size."""
-    size = len(plain)
-    if size > SAMPLE_BYTES:
-        head = lz4.block.compress(plain[:SAMPLE_BYTES], store_size=False)
-        if len(head) * 8 >= SAMPLE_BYTES * 7:
-            return None
-    packed: bytes = lz4.block.compress(plain, store_size=False)
-    return packed if len(packed) * 8 < size * 7 else None
+def nonce(node_rank: int, pack: int, offset: int) -> bytes:
+    """12 bytes, unique under the key of an image."""
+    return _NONCE.pack(node_rank, pack, offset)
 
 
-def unsqueeze(packed: bytes | bytearray | memoryview, plain_bytes: int) -> bytes:
-    """Plain bytes of an LZ4 block. Raises ValueError when it does not give exactly `plain_bytes`."""
-    try:
-        plain: bytes = lz4.block.decompress(packed, uncompressed_size=plain_bytes)
-    except lz4.block.LZ4BlockError as error:
-        raise ValueError(str(error)) from None
-    if len(plain) != plain_bytes:
-        raise ValueError(f"{len(plain)} bytes instead of {plain_bytes}")
-    return plain
+def is_zero(buffer: Buffer, size: int) -> bool:
+    """True when the first `size` bytes are zero."""
+    return not size or (not buffer.view[0] and equal(buffer, ZEROS, size))
 
 
-def seal(cipher: AESGCM, number: bytes, payload: bytes | memoryview, place: bytes, room: bytearray) -> memoryview:
+def squeeze(plain: Buffer, size: int, room: Buffer) -> int:
+    """Put the LZ4 block of a chunk into `room`; its length, or 0 where it is not below 7/8 of the size.
+
+    A few samples decide whether it is tried at all. Raw and LZ4 chunks both may be half of a mixed chunk: 1 MiB
+    chunks of real memory are mostly of one kind.
+    """
+    if size >= 8 * SAMPLE_BYTES:
+        step = (size - SAMPLE_BYTES) // 3
+        sizes = [compress(plain, at * step, SAMPLE_BYTES, room, SAMPLE_BYTES) for at in range(4)]
+        if sum(found or SAMPLE_BYTES for found in sizes) * 8 >= 4 * SAMPLE_BYTES * 7:
+            return 0
+    return compress(plain, 0, size, room, (size * 7 - 1) // 8) if size > 1 else 0
+
+
+def seal(cipher: AESGCM, number: bytes, payload: memoryview, place: bytes, room: Buffer) -> memoryview:
     """Encrypt into `room` (payload length + 16 bytes at least): ciphertext, then tag.
 
-    Falls back to a fresh buffer below cryptography 47, which has no encrypt_into.
+    Falls back to fresh memory below cryptography 47, which has no encrypt_into.
     """
-    size = len(payload) + TAG_BYTES
-    target = memoryview(room)[:size]
     if hasattr(cipher, "encrypt_into"):
+        target = room.view[: len(payload) + TAG_BYTES]
         cipher.encrypt_into(number, payload, place, target)
         return target
     return memoryview(cipher.encrypt(number, payload, place))
 
 
-def unseal(cipher: AESGCM, number: bytes, sealed: memoryview, place: bytes, room: bytearray) -> memoryview | None:
-    """Decrypt ciphertext and tag into `room`; None when they are not what was sealed for this place."""
+def unseal(cipher: AESGCM, number: bytes, sealed: memoryview, place: bytes, room: Buffer) -> bool:
+    """Decrypt ciphertext and tag into the start of `room`; False when they are not what was sealed for this place."""
     size = len(sealed) - TAG_BYTES
     try:
         if hasattr(cipher, "decrypt_into"):
-            target = memoryview(room)[:size]
-            cipher.decrypt_into(number, sealed, place, target)
-            return target
-        return memoryview(cipher.decrypt(number, sealed, place))
+            cipher.decrypt_into(number, sealed, place, room.view[:size])
+        else:
+            room.view[:size] = cipher.decrypt(number, sealed, place)
     except InvalidTag:
-        return None
+        return False
+    return True

@@ -18,6 +18,12 @@ from gpucr_hpc.errors import store_error
 
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
+_MAX_WORKERS = 16
+
+
+def default_workers() -> int:
+    """Threads that work on chunks: the cores this process may use, 2 to 16."""
+    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
 def widen_pipe(fd: int) -> None:

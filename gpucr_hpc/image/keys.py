@@ -183,13 +183,13 @@ class DataKey(_Secret):
         wanted = ", ".join(others) or "(none: it has no slot for a site key)"
         raise WrongKey(checkpoint=checkpoint_id, wanted=wanted, have=", ".join(known) or "none")
 
-    def image_key(self, checkpoint: str, node_rank: int, salt: bytes) -> AESGCM:
-        """The cipher of one image.
+    def image_key(self, checkpoint: str, node_rank: int, salt: bytes) -> bytes:
+        """The 32 bytes of the key of one image.
 
         The random salt makes the key of every writer different, so that even two writers that were given the
         same data key and rank by mistake never use a nonce twice under one key.
         """
-        return AESGCM(_hkdf(self._raw, salt, f"gpucr-v1 image {checkpoint} {node_rank}".encode()))
+        return _hkdf(self._raw, salt, f"gpucr-v1 image {checkpoint} {node_rank}".encode())
 
     def _secrets(self) -> bytes:
         return self._raw + (self._ids or b"")

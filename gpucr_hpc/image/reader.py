@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,8 @@ from typing import BinaryIO
 from cryptography.exceptions import InvalidTag
 
 from gpucr_hpc.errors import IntegrityError, ObjectMissing, UsageError
-from gpucr_hpc.image import layout
+from gpucr_hpc.image import layout, version1
+from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress
 from gpucr_hpc.image.chunks import (
     CHUNK_BYTES,
     INDEX_PACK,
@@ -27,20 +27,19 @@ from gpucr_hpc.image.chunks import (
     TAG_BYTES,
     ZEROS,
     ChunkKind,
-    Place,
+    Origin,
     nonce,
     unseal,
-    unsqueeze,
 )
-from gpucr_hpc.image.files import PlacedFile, wait_for, widen_pipe
+from gpucr_hpc.image.files import PlacedFile, default_workers, wait_for, widen_pipe
 from gpucr_hpc.image.keys import DataKey
-from gpucr_hpc.image.writer import default_workers
-from gpucr_hpc.model import ImageEntry, PackEntry
+from gpucr_hpc.model import ImageEntry, LinkedPack, PackEntry
 
 #: Chunks of one stream that are read before they are asked for; also its memory in MiB.
 AHEAD = 8
 
-_Piece = tuple[memoryview, bytearray | None]
+_Piece = tuple[memoryview, Buffer | None]
+_Part = PackEntry | LinkedPack
 
 
 class ImageReader:
@@ -59,27 +58,28 @@ class ImageReader:
         key: DataKey,
         workers: int | None = None,
     ) -> None:
-        self._entry, self._checkpoint, self._rank = entry, checkpoint, entry.node_rank
+        self.entry, self.checkpoint, self._rank = entry, checkpoint, entry.node_rank
         if self._rank >= MAX_IMAGES or not 1 <= len(entry.packs) < INDEX_PACK:
             raise UsageError(reason=f"image {self._rank}: node rank or number of packs is out of range")
         self._salt = bytes.fromhex(entry.salt)
-        self._cipher = key.image_key(checkpoint, self._rank, self._salt)
-        self._packs: list[PlacedFile] = []
-        self._free: list[bytearray] = []
-        self._scratch = threading.local()
-        files: list[PlacedFile] = []
+        self.key, self.ids = key.image_key(checkpoint, self._rank, self._salt), key.chunk_ids()
+        own = Origin(self.key, checkpoint, self._rank)
+        threads = workers or default_workers()
+        self._buffers = Pool(CHUNK_BYTES, 4 * AHEAD)
+        self._read, self._opened = PerThread(CHUNK_BYTES + TAG_BYTES), PerThread(CHUNK_BYTES)
+        self._files: list[PlacedFile] = []
         try:
-            for part in (*entry.packs, entry.index):
-                files.append(self._open(open_, part))  # noqa: PERF401 - those before a failure are closed
-            self._packs, index = files[:-1], files[-1]
-            self._streams = self._read_index(index)
-            index.close()
+            self.index = self._read_index(self._open(open_, entry.index), own)
+            #: Where chunks are by the number of their source: the image in which they were sealed, and its packs.
+            self._origins: list[tuple[Origin, dict[int, PlacedFile]]] = [
+                (own, {n: self._open(open_, part) for n, part in enumerate(entry.packs)}),
+                *self._open_sources(open_),
+            ]
             self._check_packs()
         except BaseException:
-            for file in files:
-                file.close()
+            self._close_files()
             raise
-        self._pool = ThreadPoolExecutor(workers or default_workers(), thread_name_prefix=f"image-{self._rank}")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"image-{self._rank}")
 
     def __enter__(self) -> ImageReader:
         return self
@@ -90,12 +90,15 @@ class ImageReader:
     def close(self) -> None:
         """Close the packs; twice is fine."""
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for file in self._packs:
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for file in self._files:
             file.close()
 
     def names(self) -> list[str]:
         """Names of the streams, in the order in which they were opened for writing."""
-        return list(self._streams)
+        return list(self.index.streams)
 
     def size(self, name: str) -> int:
         """Plain size in bytes. Raises UsageError for an unknown name."""
@@ -129,132 +132,137 @@ class ImageReader:
 
     def verify(self, deep: bool = False) -> None:
         """Check the files' sizes again; deep: read and open every chunk. Raises IntegrityError."""
-        for part, file in zip(self._entry.packs, self._packs, strict=True):
+        parts: list[_Part] = [self.entry.index, *self.entry.packs]
+        parts += [part for source in self.entry.sources for part in source.packs]
+        for part, file in zip(parts, self._files, strict=True):
             self._check_size(part, file)
         if deep:
-            for stream in self._streams.values():
+            for stream in self.index.streams.values():
                 for _ in self._pieces(stream):
                     pass
 
     # --- opening ----------------------------------------------------------------------------------------
 
-    def _open(self, open_: Callable[[str], BinaryIO], part: PackEntry) -> PlacedFile:
+    def _open(self, open_: Callable[[str], BinaryIO], part: _Part) -> PlacedFile:
         try:
             file = PlacedFile(open_(part.name), part.name)
         except (FileNotFoundError, ObjectMissing):
             raise IntegrityError(path=part.name, reason="the file is missing") from None
-        try:
-            self._check_size(part, file)
-        except BaseException:
-            file.close()
-            raise
+        self._files.append(file)
+        self._check_size(part, file)
         return file
 
-    def _check_size(self, part: PackEntry, file: PlacedFile) -> None:
+    def _open_sources(self, open_: Callable[[str], BinaryIO]) -> Iterator[tuple[Origin, dict[int, PlacedFile]]]:
+        sources, keys = self.entry.sources, self.index.keys
+        if len(sources) != len(keys):
+            reason = f"knows {len(keys)} sources, the manifest {len(sources)}"
+            raise IntegrityError(path=self.entry.index.name, reason=reason)
+        for source, key in zip(sources, keys, strict=True):
+            packs = {part.number: self._open(open_, part) for part in source.packs}
+            for number, file in packs.items():
+                salt = bytes.fromhex(source.salt)
+                head = layout.header(layout.PACK_MAGIC, source.checkpoint, source.node_rank, number, salt)
+                self._check_head(file, head)
+            yield Origin(key, source.checkpoint, source.node_rank), packs
+
+    def _check_size(self, part: _Part, file: PlacedFile) -> None:
         found = file.size()
         if found != part.size_bytes:
             reason = f"has {found} bytes, the manifest says {part.size_bytes}"
             raise IntegrityError(path=part.name, reason=reason)
 
-    def _read_index(self, file: PlacedFile) -> dict[str, layout.Stream]:
-        path, size = file.path, self._entry.index.size_bytes
+    def _check_head(self, file: PlacedFile, expected: bytes) -> None:
+        found = bytearray(layout.HEADER_BYTES)
+        count = file.read_into(memoryview(found), 0)
+        layout.check_header(bytes(found[:count]), expected, file.path)
+
+    def _read_index(self, file: PlacedFile, own: Origin) -> layout.Index:
+        path, size, version = file.path, self.entry.index.size_bytes, self.entry.format
         start = layout.HEADER_BYTES + layout.INDEX_LENGTH.size
         if not start + TAG_BYTES <= size <= layout.MAX_INDEX_BYTES:
             raise IntegrityError(path=path, reason=f"an index cannot have {size} bytes")
         data = bytearray(size)
         if file.read_into(memoryview(data), 0) != size:
             raise IntegrityError(path=path, reason="became shorter while it was read")
-        packs = len(self._packs)
-        expected = layout.header(layout.INDEX_MAGIC, self._checkpoint, self._rank, packs, self._salt)
+        packs = len(self.entry.packs)
+        expected = layout.header(layout.INDEX_MAGIC, self.checkpoint, self._rank, packs, self._salt, version)
         layout.check_header(bytes(data[: layout.HEADER_BYTES]), expected, path)
-        if hashlib.sha256(data).hexdigest() != self._entry.index.sha256:
+        if hashlib.sha256(data).hexdigest() != self.entry.index.sha256:
             raise IntegrityError(path=path, reason="is not the file that the manifest names")
         try:
-            place = b"gpucr-v1 index\0" + bytes(data[:start])
-            packed = self._cipher.decrypt(nonce(self._rank, INDEX_PACK, 0), memoryview(data)[start:], place)
+            place = layout.index_place(bytes(data[:start]), version)
+            packed = own.cipher.decrypt(nonce(self._rank, INDEX_PACK, 0), memoryview(data)[start:], place)
         except InvalidTag:
             raise IntegrityError(path=path, reason="the data key does not open it") from None
         (length,) = layout.INDEX_LENGTH.unpack_from(data, layout.HEADER_BYTES)
-        return layout.decode_index(layout.inflate(memoryview(packed), length, path), path)
+        plain = layout.inflate(memoryview(packed), length, path)
+        return version1.decode_index(plain, path) if version == 1 else layout.decode_index(plain, path)
 
     def _check_packs(self) -> None:
-        entry = self._entry
-        tags = layout.check_geometry(self._streams, [pack.size_bytes for pack in entry.packs], entry.index.name)
-        for number, (part, file) in enumerate(zip(entry.packs, self._packs, strict=True)):
-            found = bytearray(layout.HEADER_BYTES)
-            count = file.read_into(memoryview(found), 0)
-            head = layout.header(layout.PACK_MAGIC, self._checkpoint, self._rank, number, self._salt)
-            layout.check_header(bytes(found[:count]), head, part.name)
+        entry, streams = self.entry, self.index.streams
+        sizes = [pack.size_bytes for pack in entry.packs]
+        linked = [{part.number: part.size_bytes for part in source.packs} for source in entry.sources]
+        tags = layout.check_geometry(streams, sizes, linked, entry.index.name)
+        for number, part in enumerate(entry.packs):
+            head = layout.header(
+                layout.PACK_MAGIC, self.checkpoint, self._rank, number, self._salt, entry.format
+            )
+            self._check_head(self._origins[0][1][number], head)
             if layout.pack_digest(head, tags[number]) != part.sha256:
                 raise IntegrityError(path=part.name, reason="is not the pack that the index describes")
-        plain = sum(stream.size_bytes for stream in self._streams.values())
-        if plain != entry.bytes_plain or len(self._streams) != entry.streams:
+        plain = sum(stream.size_bytes for stream in streams.values())
+        if plain != entry.bytes_plain or len(streams) != entry.streams:
             raise IntegrityError(path=entry.index.name, reason="does not hold what the manifest says")
 
     # --- chunks -----------------------------------------------------------------------------------------
 
     def _stream(self, name: str) -> layout.Stream:
         try:
-            return self._streams[name]
+            return self.index.streams[name]
         except KeyError:
             raise UsageError(reason=f"image {self._rank} has no stream {name!r}") from None
 
     def _pieces(self, stream: layout.Stream) -> Iterator[memoryview]:
         """Plain bytes chunk by chunk, in order; each is valid until the next is asked for."""
-        place = Place(self._checkpoint, self._rank, stream.name)
         waiting: deque[Future[_Piece]] = deque()
         asked = 0
         try:
             for _ in range(len(stream)):
                 while asked < len(stream) and len(waiting) < AHEAD:
-                    waiting.append(self._pool.submit(self._fetch, stream, asked, place))
+                    waiting.append(self._pool.submit(self._fetch, stream, asked))
                     asked += 1
                 piece, buffer = waiting.popleft().result()
                 yield piece
-                if buffer is not None and len(self._free) < 4 * AHEAD:
-                    self._free.append(buffer)
+                if buffer is not None:
+                    self._buffers.give(buffer)
         finally:
             for future in waiting:
                 future.cancel()
 
-    def _fetch(self, stream: layout.Stream, sequence: int, place: Place) -> _Piece:
+    def _fetch(self, stream: layout.Stream, sequence: int) -> _Piece:
         """On a worker: read, check, open and expand one chunk; the buffer to give back, if any."""
         chunk = stream.chunk(sequence)
         if chunk.kind == ChunkKind.ZERO:
-            return memoryview(ZEROS)[: chunk.plain], None
-        file = self._packs[chunk.pack]
-        sealed, room = self._rooms()
-        view = memoryview(sealed)[: chunk.stored + TAG_BYTES]
+            return ZEROS.view[: chunk.plain], None
+        origin, packs = self._origins[chunk.source]
+        file, sealed, plain = packs[chunk.pack], self._read.get(), self._buffers.take()
+        view = sealed.view[: chunk.stored + TAG_BYTES]
         if file.read_into(view[: chunk.stored], chunk.offset) != chunk.stored:
             raise IntegrityError(path=file.path, reason=f"ends inside the chunk at byte {chunk.offset}")
         view[chunk.stored :] = chunk.tag
-        buffer = None
-        if chunk.kind == ChunkKind.RAW:
-            buffer = room = self._buffer()
-        number = nonce(self._rank, chunk.pack, chunk.offset)
-        opened = unseal(self._cipher, number, view, place.bind(sequence, chunk.plain, chunk.kind), room)
-        if opened is None:
-            reason = f"chunk {sequence} of stream {stream.name}, at byte {chunk.offset}, is not what was written"
-            raise IntegrityError(path=file.path, reason=reason)
-        if chunk.kind == ChunkKind.RAW:
-            return opened, buffer
-        try:
-            return memoryview(unsqueeze(opened, chunk.plain)), None
-        except ValueError as error:
-            reason = f"chunk {sequence} of stream {stream.name} does not expand: {error}"
-            raise IntegrityError(path=file.path, reason=reason) from None
-
-    def _buffer(self) -> bytearray:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return bytearray(CHUNK_BYTES)
-
-    def _rooms(self) -> tuple[bytearray, bytearray]:
-        rooms: tuple[bytearray, bytearray] | None = getattr(self._scratch, "rooms", None)
-        if rooms is None:
-            rooms = self._scratch.rooms = (bytearray(CHUNK_BYTES + TAG_BYTES), bytearray(CHUNK_BYTES))
-        return rooms
+        if self.entry.format == 1:
+            place = version1.place(self.checkpoint, self._rank, stream.name, sequence, chunk.plain, chunk.kind)
+        else:
+            place = origin.place(chunk.pack, chunk.offset, chunk.plain, chunk.kind)
+        target = plain if chunk.kind == ChunkKind.RAW else self._opened.get()
+        where = f"chunk {sequence} of stream {stream.name}, at byte {chunk.offset},"
+        if not unseal(origin.cipher, origin.nonce(chunk.pack, chunk.offset), view, place, target):
+            raise IntegrityError(path=file.path, reason=f"{where} is not what was written")
+        if chunk.kind == ChunkKind.LZ4 and not decompress(target, chunk.stored, plain, chunk.plain):
+            raise IntegrityError(path=file.path, reason=f"{where} does not expand")
+        if self.ids is not None and self.entry.format > 1 and self.ids.of(plain.view[: chunk.plain]) != chunk.id:
+            raise IntegrityError(path=file.path, reason=f"{where} was exchanged by somebody who has the data key")
+        return plain.view[: chunk.plain], plain
 
 
 def _patched(piece: memoryview, position: int, patches: Iterable[tuple[int, bytes]]) -> memoryview:

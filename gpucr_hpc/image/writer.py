@@ -3,8 +3,8 @@
 Who calls: the engine, one thread per pipe (StreamWriter.copy_fd), then finish. A thread reads its pipe into
 a buffer of one chunk and hands the full buffer to a pool; the pool compresses, seals and writes. Reading
 never waits for another stream's data: the buffer being filled belongs to the stream, and only the number of
-chunks in flight is limited. So memory is one chunk per open stream and two per worker, and the index: 36
-bytes per MiB of plain data. Buffers are used again: page faults of fresh ones cost more than the work.
+chunks in flight is limited. So memory is one chunk per open stream and a few per worker, and per MiB of plain
+data 52 bytes of the index and some 250 of what is remembered of it.
 """
 
 from __future__ import annotations
@@ -22,39 +22,35 @@ from typing import BinaryIO
 
 from gpucr_hpc.errors import GpucrError, ImageError, UsageError
 from gpucr_hpc.image import layout
+from gpucr_hpc.image.base import MAX_KNOWN, Base, Kept
+from gpucr_hpc.image.buffers import Buffer, PerThread, Pool
+from gpucr_hpc.image.chunkid import ID_BYTES
 from gpucr_hpc.image.chunks import (
     CHUNK_BYTES,
     INDEX_PACK,
     MAX_IMAGES,
     TAG_BYTES,
     ChunkKind,
-    Place,
+    Origin,
     is_zero,
     nonce,
     seal,
     squeeze,
 )
-from gpucr_hpc.image.files import PlacedFile, wait_for, widen_pipe
+from gpucr_hpc.image.files import PlacedFile, default_workers, wait_for, widen_pipe
 from gpucr_hpc.image.keys import KEY_BYTES, DataKey
 from gpucr_hpc.model import ImageEntry, PackEntry, check_checkpoint_id, check_object_name
 
 _EMPTY_RECORD = bytes(layout.RECORD.size)
-_NO_TAG = bytes(TAG_BYTES)
-#: AES-GCM holds the GIL; beyond this, more threads only wait for it.
-_MAX_WORKERS = 8
-
-
-def default_workers() -> int:
-    """Threads that compress and seal: the cores this process may use, 2 to 8."""
-    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
+_ZERO_TAG, _ZERO_ID = bytes(TAG_BYTES), bytes(ID_BYTES)
 
 
 class ImageWriter:
     """Writes the image of one node rank; `create` makes its files (Staging.create).
 
     packs: files that the chunks are spread over, 1 to 100. node: name for people. workers: None means
-    default_workers(). The first failure of any thread is raised by every later call; call abort then.
-    Raises UsageError, StoreFull, StoreError.
+    default_workers(). base: an earlier image; what did not change since is not written again. The first failure of
+    any thread is raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
     """
 
     def __init__(
@@ -67,6 +63,7 @@ class ImageWriter:
         packs: int = 2,
         node: str = "",
         workers: int | None = None,
+        base: Base | None = None,
     ) -> None:
         check_checkpoint_id(checkpoint)
         if not 0 <= node_rank < MAX_IMAGES or not 1 <= packs <= 100:
@@ -74,20 +71,24 @@ class ImageWriter:
         self._create = create
         self._checkpoint, self._rank, self._node = checkpoint, node_rank, node
         self._salt = secrets.token_bytes(KEY_BYTES)
-        self._cipher = key.image_key(checkpoint, node_rank, self._salt)
+        self._origin = Origin(key.image_key(checkpoint, node_rank, self._salt), checkpoint, node_rank)
+        ids = key.chunk_ids()
+        if ids is None or (base and base.ids.of(b"") != ids.of(b"")):
+            raise UsageError(reason="the data key has no id key, or another one than the earlier image")
+        self._ids, self._base = ids, base
+        self._known: dict[bytes, bytes] = base.records if base else {}
         self._lock = threading.Lock()
         self._streams: dict[str, StreamWriter] = {}
         self._failure: GpucrError | None = None
         self._ended = False
         self._plain = self._stored = 0
         self._next_pack = itertools.cycle(range(packs))
-        self._free: list[bytearray] = []
-        self._scratch = threading.local()
         self._files: list[PlacedFile] = []
         self._ends: list[int] = []
         threads = workers or default_workers()
         self._in_flight = threading.BoundedSemaphore(2 * threads)
-        self._free_limit = 2 * threads
+        self._buffers = Pool(CHUNK_BYTES, 4 * threads)
+        self._packed, self._sealed = PerThread(CHUNK_BYTES), PerThread(CHUNK_BYTES + TAG_BYTES)
         try:
             for number in range(packs):
                 name = layout.pack_name(node_rank, number)
@@ -119,7 +120,7 @@ class ImageWriter:
             self._check()
             if name in self._streams:
                 raise UsageError(reason=f"stream {name!r} is there already")
-            writer = StreamWriter(self, name, Place(self._checkpoint, self._rank, name))
+            writer = StreamWriter(self, name)
             self._streams[name] = writer
         return writer
 
@@ -138,7 +139,8 @@ class ImageWriter:
         try:
             if self._failure:
                 raise self._failure
-            index = self._write_index()
+            sources = self._settle_sources()
+            index = self._write_index([each.key for each in sources])
             sizes = [file.size() for file in self._files]
             if sizes != self._ends:
                 raise ImageError(path=self._files[0].path, reason=f"sizes {sizes}, written {self._ends}")
@@ -155,10 +157,12 @@ class ImageWriter:
             node=self._node,
             salt=self._salt.hex(),
             index=index,
-            packs=self._pack_entries(),
+            packs=self._pack_entries([{p.number: p.size_bytes for p in each.source.packs} for each in sources]),
             bytes_plain=self._plain,
             bytes_stored=self._stored,
             streams=len(self._streams),
+            sources=[each.source for each in sources],
+            depth=self._base.depth if self._base and sources else 0,
         )
 
     def abort(self) -> None:
@@ -170,7 +174,6 @@ class ImageWriter:
         # Not cancelled: each chunk that waits gives its place back, for which a copy_fd may wait.
         self._pool.shutdown(wait=True)
         self._close_files()
-        self._free.clear()
 
     # --- for StreamWriter -------------------------------------------------------------------------------
 
@@ -180,17 +183,7 @@ class ImageWriter:
         if self._ended:
             raise UsageError(reason=f"image {self._rank} is finished")
 
-    def _buffer(self) -> bytearray:
-        try:
-            return self._free.pop()
-        except IndexError:
-            return bytearray(CHUNK_BYTES)
-
-    def _give_back(self, buffer: bytearray) -> None:
-        if len(self._free) < self._free_limit:
-            self._free.append(buffer)
-
-    def _submit(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> None:
+    def _submit(self, stream: StreamWriter, sequence: int, buffer: Buffer, size: int) -> None:
         self._in_flight.acquire()
         try:
             self._check()
@@ -203,57 +196,75 @@ class ImageWriter:
         with self._lock:
             self._plain += size
 
-    def _work(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> None:
+    def _work(self, stream: StreamWriter, sequence: int, buffer: Buffer, size: int) -> None:
         """On a worker: squeeze, seal, write one chunk. A failure ends the whole image."""
         try:
             if self._failure is None:
-                stream._record(sequence, self._store(stream, sequence, buffer, size))
+                stream._record(sequence, self._store(buffer, size))
         except GpucrError as error:
             self._fail(error)
         except Exception as error:  # a bug or MemoryError: the image must not look complete
             self._fail(ImageError(path=f"image {self._rank}", reason=f"{type(error).__name__}: {error}"))
         finally:
-            self._give_back(buffer)
+            self._buffers.give(buffer)
             self._in_flight.release()
 
     def _fail(self, error: GpucrError) -> None:
         with self._lock:
             self._failure = self._failure or error
 
-    def _store(self, stream: StreamWriter, sequence: int, buffer: bytearray, size: int) -> bytes:
+    def _store(self, buffer: Buffer, size: int) -> bytes:
+        """The record of a chunk that is in the store when this returns, or was there before."""
         if is_zero(buffer, size):
-            return layout.RECORD.pack(0, 0, size, 0, ChunkKind.ZERO, _NO_TAG)
-        plain = memoryview(buffer)[:size]
-        packed = squeeze(plain)
-        kind = ChunkKind.RAW if packed is None else ChunkKind.LZ4
-        payload = plain if packed is None else packed
+            return layout.RECORD.pack(0, 0, size, 0, 0, ChunkKind.ZERO, _ZERO_TAG, _ZERO_ID)
+        name = self._ids.of(buffer.view[:size])
+        known = self._known.get(name)
+        if known is not None:
+            return known
+        packed = self._packed.get()
+        length = squeeze(buffer, size, packed)
+        kind = ChunkKind.LZ4 if length else ChunkKind.RAW
+        payload = packed.view[:length] if length else buffer.view[:size]
         length = len(payload)
         with self._lock:
             pack = next(self._next_pack)
             offset = self._ends[pack]
             self._ends[pack] += length
-        place = stream._place.bind(sequence, size, kind)
-        sealed = seal(self._cipher, nonce(self._rank, pack, offset), payload, place, self._room())
+        origin = self._origin
+        place = origin.place(pack, offset, size, kind)
+        sealed = seal(origin.cipher, origin.nonce(pack, offset), payload, place, self._sealed.get())
         self._files[pack].write_at(sealed[:length], offset)
+        record = layout.RECORD.pack(offset, length, size, pack, 0, kind, bytes(sealed[length:]), name)
         with self._lock:
             self._stored += length
-        return layout.RECORD.pack(offset, length, size, pack, kind, bytes(sealed[length:]))
-
-    def _room(self) -> bytearray:
-        room: bytearray | None = getattr(self._scratch, "room", None)
-        if room is None:
-            room = self._scratch.room = bytearray(CHUNK_BYTES + TAG_BYTES)
-        return room
+            if len(self._known) < MAX_KNOWN:
+                self._known[name] = record
+        return record
 
     # --- end --------------------------------------------------------------------------------------------
 
-    def _write_index(self) -> PackEntry:
+    def _settle_sources(self) -> list[Kept]:
+        """The sources that are referred to, numbered anew in all records."""
+        if self._base is None:
+            return []
+        used = set()
+        for stream in self._streams.values():
+            for _, _, _, pack, source, _, _, _ in layout.RECORD.iter_unpack(stream._records):
+                if source:
+                    used.add((source, pack))
+        kept, numbers = self._base.take(used)
+        for stream in self._streams.values():
+            stream._renumber(numbers)
+        return kept
+
+    def _write_index(self, keys: list[bytes]) -> PackEntry:
         name = layout.index_name(self._rank)
-        plain = layout.encode_index({s.name: (s.size_bytes, s._records) for s in self._streams.values()})
+        streams = {s.name: (s.size_bytes, s._records) for s in self._streams.values()}
+        plain = layout.encode_index(keys, streams)
         head = layout.header(layout.INDEX_MAGIC, self._checkpoint, self._rank, len(self._files), self._salt)
         head += layout.INDEX_LENGTH.pack(len(plain))
         number = nonce(self._rank, INDEX_PACK, 0)
-        data = head + self._cipher.encrypt(number, zlib.compress(plain, 1), b"gpucr-v1 index\0" + head)
+        data = head + self._origin.cipher.encrypt(number, zlib.compress(plain, 1), layout.index_place(head))
         file = PlacedFile(self._create(name), name)
         self._files.append(file)
         self._ends.append(len(data))
@@ -261,10 +272,10 @@ class ImageWriter:
         self._stored += len(data)
         return PackEntry(name, len(data), hashlib.sha256(data).hexdigest())
 
-    def _pack_entries(self) -> list[PackEntry]:
+    def _pack_entries(self, linked: list[dict[int, int]]) -> list[PackEntry]:
         packs = len(self._files) - 1
         streams = {s.name: layout.Stream(s.name, s.size_bytes, bytes(s._records)) for s in self._streams.values()}
-        tags = layout.check_geometry(streams, self._ends[:packs], layout.index_name(self._rank))
+        tags = layout.check_geometry(streams, self._ends[:packs], linked, layout.index_name(self._rank))
         entries = []
         for number in range(packs):
             head = layout.header(layout.PACK_MAGIC, self._checkpoint, self._rank, number, self._salt)
@@ -287,13 +298,12 @@ class ImageWriter:
 class StreamWriter:
     """One stream of an image; used by one thread at a time."""
 
-    def __init__(self, image: ImageWriter, name: str, place: Place) -> None:
+    def __init__(self, image: ImageWriter, name: str) -> None:
         self.name = name
         self.size_bytes = 0
         self.closed = False
         self._image = image
-        self._place = place
-        self._buffer: bytearray | None = None
+        self._buffer: Buffer | None = None
         self._filled = 0
         self._lock = threading.Lock()
         self._records = bytearray()
@@ -305,7 +315,7 @@ class StreamWriter:
         while left:
             buffer = self._room()
             count = min(len(left), CHUNK_BYTES - self._filled)
-            buffer[self._filled : self._filled + count] = left[:count]
+            buffer.view[self._filled : self._filled + count] = left[:count]
             left = left[count:]
             self._advance(count)
         return total
@@ -321,12 +331,11 @@ class StreamWriter:
         total = 0
         while True:
             buffer = self._room()
-            with memoryview(buffer) as view:
-                try:
-                    count = os.readv(fd, [view[self._filled :]])
-                except BlockingIOError:
-                    wait_for(fd, select.POLLIN)
-                    continue
+            try:
+                count = os.readv(fd, [buffer.view[self._filled :]])
+            except BlockingIOError:
+                wait_for(fd, select.POLLIN)
+                continue
             if not count:
                 return total
             total += count
@@ -339,7 +348,7 @@ class StreamWriter:
         if self._filled:
             self._flush()
         elif self._buffer is not None:
-            self._image._give_back(self._buffer)
+            self._image._buffers.give(self._buffer)
         self._buffer = None
         self.closed = True
         if self._image._failure:
@@ -353,11 +362,11 @@ class StreamWriter:
         if kind is None:
             self.close()
 
-    def _room(self) -> bytearray:
+    def _room(self) -> Buffer:
         if self.closed:
             raise UsageError(reason=f"stream {self.name!r} is closed")
         if self._buffer is None:
-            self._buffer = self._image._buffer()
+            self._buffer = self._image._buffers.take()
         return self._buffer
 
     def _advance(self, count: int) -> None:
@@ -379,3 +388,13 @@ class StreamWriter:
         with self._lock:
             at = sequence * layout.RECORD.size
             self._records[at : at + layout.RECORD.size] = record
+
+    def _renumber(self, numbers: dict[int, int]) -> None:
+        """Sources that have got other numbers, 0 staying 0; no chunk is on its way any more."""
+        if all(old == new for old, new in numbers.items()):
+            return
+        records = bytearray()
+        for record in layout.RECORD.iter_unpack(self._records):
+            offset, stored, plain, pack, source, kind, tag, name = record
+            records += layout.RECORD.pack(offset, stored, plain, pack, numbers.get(source, 0), kind, tag, name)
+        self._records = records

@@ -49,6 +49,13 @@ class Staging(Protocol):
     def open(self, name: str) -> BinaryIO:
         """A file of this staging, readable, to check what was written. Raises ObjectMissing."""
 
+    def link(self, checkpoint: CheckpointId, name: str, new_name: str) -> None:
+        """Have a file of a complete checkpoint of this job here too, under `new_name`, without a copy. It stays when
+        that checkpoint is deleted. Raises ObjectMissing, StoreError (also where the file system knows no links)."""
+
+    def remove(self, name: str) -> None:
+        """Take a file back. Raises ObjectMissing."""
+
     def publish(self, manifest: bytes) -> None:
         """Make the checkpoint exist. After this returns it survives a crash; before, it does not exist.
 

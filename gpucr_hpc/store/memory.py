@@ -154,7 +154,10 @@ class MemoryStore:
         return self._capacity - self._used
 
     def _release(self, files: _Files) -> None:
-        self._used -= sum(map(len, files.values()))
+        """Give the space of files that belong to no checkpoint any more back; linked ones stay."""
+        others = [*self._complete.values(), *(files for _, files in self._partial.values())]
+        held = {id(content) for each in others for content in each.values()}
+        self._used -= sum(len(content) for content in files.values() if id(content) not in held)
 
 
 class MemoryStaging:
@@ -179,6 +182,28 @@ class MemoryStaging:
         check_object_name(name)
         with self._store._lock:
             return _source(self._files(), self._key, name)
+
+    def link(self, checkpoint: CheckpointId, name: str, new_name: str) -> None:
+        """See Staging.link."""
+        key = _key(self.job, checkpoint)
+        check_object_name(name)
+        check_object_name(new_name)
+        with self._store._lock:
+            files, there = self._files(), self._store._complete.get(key, {})
+            if name not in there:
+                raise ObjectMissing(path=f"{_path(key)}/{name}")
+            if new_name in files:
+                raise StoreError(path=f"{_path(self._key)}/{new_name}", reason=os.strerror(errno.EEXIST))
+            files[new_name] = there[name]
+
+    def remove(self, name: str) -> None:
+        """See Staging.remove."""
+        check_object_name(name)
+        with self._store._lock:
+            files = self._files()
+            if name not in files:
+                raise ObjectMissing(path=f"{_path(self._key)}/{name}")
+            self._store._release({name: files.pop(name)})
 
     def publish(self, manifest: bytes) -> None:
         """See Staging.publish."""

@@ -293,6 +293,21 @@ class PosixStaging:
         with self._here() as (_, fd):
             return _open_file(name, fd, f"{self._path}/{name}")
 
+    def link(self, checkpoint: CheckpointId, name: str, new_name: str) -> None:
+        """See Staging.link."""
+        check_checkpoint_id(checkpoint)
+        check_object_name(name)
+        check_object_name(new_name)
+        path = self._store._path(self.job, checkpoint)
+        with self._here() as (job, fd), _directory(checkpoint, job, path) as source, _errors(f"{path}/{name}"):
+            os.link(name, new_name, src_dir_fd=source, dst_dir_fd=fd, follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        """See Staging.remove."""
+        check_object_name(name)
+        with self._here() as (_, fd), _errors(f"{self._path}/{name}"):
+            os.unlink(name, dir_fd=fd)
+
     def publish(self, manifest: bytes) -> None:
         """See Staging.publish."""
         with self._here() as (job, fd), _errors(self._path):

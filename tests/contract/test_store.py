@@ -84,6 +84,31 @@ def test_name_is_created_once(store):
         assert file.read() == b"first"
 
 
+def test_links_outlive_the_checkpoint_they_come_from(store):
+    """A linked file stays when its first checkpoint is deleted, and its space is free when the last one is."""
+    free = store.free_bytes()
+    publish(store, files=(("a.pack", b"d" * 4096), ("b.pack", b"e" * 4096)))
+    staging = store.begin("41", NEW)
+    staging.link(OLD, "a.pack", "old.a.pack")
+    staging.link(OLD, "b.pack", "old.b.pack")
+    with pytest.raises(StoreError):
+        staging.link(OLD, "a.pack", "old.a.pack")
+    with pytest.raises(ObjectMissing):
+        staging.link(OLD, "c.pack", "c.pack")
+    staging.remove("old.b.pack")
+    with pytest.raises(ObjectMissing):
+        staging.remove("old.b.pack")
+    staging.publish(b"N")
+    store.delete("41", OLD)
+    with store.open("41", NEW, "old.a.pack") as file:
+        assert b"d" * 4096 == file.read()
+    with pytest.raises(ObjectMissing):
+        store.open("41", NEW, "old.b.pack")
+    store.delete("41", NEW)
+    if isinstance(store, MemoryStore):
+        assert free == store.free_bytes()
+
+
 def test_attached_writers_share_a_staging(store):
     """Several writers put their files into one staging; one publishes them all."""
     staging = store.begin("41", OLD)

@@ -14,7 +14,8 @@ from gpucr_hpc.image.keys import DataKey
 @pytest.fixture
 def make() -> Callable[..., Checkpoint]:
     def build(content: dict[str, bytes] | None = None, **values: Any) -> Checkpoint:
-        return Checkpoint(contents() if content is None else content, values.pop("key", DataKey(b"k" * 32)), **values)
+        key = values.pop("key", DataKey(b"k" * 32, b"i" * 32))
+        return Checkpoint(contents() if content is None else content, key, **values)
 
     return build
 
@@ -22,4 +23,4 @@ def make() -> Callable[..., Checkpoint]:
 @pytest.fixture(scope="session")
 def good() -> Checkpoint:
     """A checkpoint that no test changes."""
-    return Checkpoint(contents(), DataKey(b"k" * 32))
+    return Checkpoint(contents(), DataKey(b"k" * 32, b"i" * 32))

@@ -15,7 +15,7 @@ from image_samples import CHECKPOINT, OTHER, Checkpoint, contents
 
 from gpucr_hpc.errors import FormatUnknown, IntegrityError, UsageError
 from gpucr_hpc.image import layout
-from gpucr_hpc.image.chunks import CHUNK_BYTES, Place
+from gpucr_hpc.image.chunks import CHUNK_BYTES, Origin
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.model import PackEntry
 
@@ -96,7 +96,7 @@ def test_bit_flip_anywhere(small, where, bit, which):
 
 @pytest.fixture(scope="module")
 def small() -> Checkpoint:
-    return Checkpoint({"a": b"a" * 700, "b": os.urandom(300), "c": bytes(9)}, DataKey(b"k" * 32))
+    return Checkpoint({"a": b"a" * 700, "b": os.urandom(300), "c": bytes(9)}, DataKey(b"k" * 32, b"i" * 32))
 
 
 def test_chunk_swap(make):
@@ -109,45 +109,62 @@ def test_chunk_swap(make):
 
 
 def rewrite_index(checkpoint: Checkpoint, change: object, key: DataKey | None = None) -> None:
-    """Seal a changed index with the real key, as one who has the data key but not the signing key would."""
+    """Seal a changed index with the real key, as one who has data key and signing key would."""
     import hashlib
     import zlib
+
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     from gpucr_hpc.image.chunks import INDEX_PACK, nonce
 
     entry = checkpoint.entry
     data = checkpoint.files[INDEX]
     start = layout.HEADER_BYTES + 8
-    cipher = checkpoint.key.image_key(CHECKPOINT, 0, bytes.fromhex(entry.salt))
-    plain = zlib.decompress(cipher.decrypt(nonce(0, INDEX_PACK, 0), data[start:], b"gpucr-v1 index\0" + data[:start]))
-    streams = layout.decode_index(plain, INDEX)
-    changed = layout.encode_index({n: (s.size_bytes, s.records) for n, s in change(streams).items()})
+    cipher = AESGCM(checkpoint.key.image_key(CHECKPOINT, 0, bytes.fromhex(entry.salt)))
+    plain = zlib.decompress(cipher.decrypt(nonce(0, INDEX_PACK, 0), data[start:], layout.index_place(data[:start])))
+    index = layout.decode_index(plain, INDEX)
+    table = {n: (s.size_bytes, s.records) for n, s in change(index.streams).items()}
+    changed = layout.encode_index(index.keys, table)
     head = data[: layout.HEADER_BYTES] + struct.pack("<Q", len(changed))
-    sealed = cipher.encrypt(nonce(0, INDEX_PACK, 0), zlib.compress(changed), b"gpucr-v1 index\0" + head)
+    sealed = cipher.encrypt(nonce(0, INDEX_PACK, 0), zlib.compress(changed), layout.index_place(head))
     checkpoint.files[INDEX] = head + sealed
     index = PackEntry(INDEX, len(head + sealed), hashlib.sha256(head + sealed).hexdigest())
     checkpoint.entry = dataclasses.replace(entry, index=index)
 
 
-def test_stream_swap_even_with_a_resealed_index(make):
-    """Chunks given to another stream do not open there: the name is part of the seal."""
-    checkpoint = make({"a": os.urandom(500), "b": os.urandom(500)}, packs=1)
-    rewrite_index(
-        checkpoint,
-        lambda s: {"a": dataclasses.replace(s["b"], name="a"), "b": dataclasses.replace(s["a"], name="b")},
-    )
-    refused(checkpoint, PACK0)
-
-
-def test_reordered_chunks_even_with_a_resealed_index(make):
-    """Chunks of one stream in another order do not open: the number is part of the seal."""
+def test_reordered_chunks_in_a_resealed_index(make):
+    """The order of chunks is the index's alone; without the signing key an index sealed anew is not the manifest's."""
     checkpoint = make({"a": os.urandom(2 * CHUNK_BYTES)}, packs=1)
+    signed = checkpoint.entry
     r = layout.RECORD.size
     rewrite_index(
         checkpoint,
         lambda s: {"a": dataclasses.replace(s["a"], records=s["a"].records[r:] + s["a"].records[:r])},
     )
-    refused(checkpoint, PACK0)
+    resized = dataclasses.replace(signed.index, size_bytes=len(checkpoint.files[INDEX]))
+    refused(checkpoint, INDEX, entry=dataclasses.replace(signed, index=resized))
+
+
+@pytest.mark.parametrize("change", ["offset", "pack", "plain", "kind", "tag"])
+def test_record_that_names_another_place(make, change):
+    """A record that is changed in any part opens nothing, even in an index sealed and signed anew."""
+    checkpoint = make({"a": os.urandom(700), "b": os.urandom(700)}, packs=2)
+
+    def other(streams):
+        a, b = (streams[name].chunk(0) for name in "ab")
+        changes = {
+            "offset": {"offset": a.offset + 1},
+            "pack": {"pack": 1 - a.pack},
+            "plain": {"plain": 701, "kind": 2},
+            "kind": {"kind": 2, "stored": 699},
+            "tag": {"tag": b.tag},
+        }[change]
+        record = layout.RECORD.pack(*dataclasses.astuple(dataclasses.replace(a, **changes)))
+        return streams | {"a": dataclasses.replace(streams["a"], records=record)}
+
+    rewrite_index(checkpoint, other)
+    with pytest.raises(IntegrityError):
+        checkpoint.read_all()
 
 
 @pytest.mark.parametrize("drop", ["a", "b"])
@@ -218,7 +235,7 @@ def test_image_swap_between_node_ranks(make):
 
 def test_wrong_data_key(good):
     """Another data key opens nothing."""
-    refused(good, INDEX, key=DataKey(b"x" * 32))
+    refused(good, INDEX, key=DataKey(b"x" * 32, b"i" * 32))
 
 
 @pytest.mark.parametrize("name", [PACK0, INDEX])
@@ -240,7 +257,7 @@ def test_damage_is_found_before_a_byte_leaves(make, tmp_path):
     records = []
     checkpoint.files[PACK0] = bytes(data)
     with checkpoint.reader() as reader, (tmp_path / "out").open("wb") as out:
-        stream = reader._streams["raw"]
+        stream = reader.index.streams["raw"]
         records = [stream.chunk(n).offset for n in range(3)]
         with pytest.raises(IntegrityError):
             reader.copy_to_fd("raw", out.fileno())
@@ -285,11 +302,12 @@ def test_two_writes_have_nothing_in_common(make):
 @settings(max_examples=200, deadline=None)
 def test_index_decoder_takes_anything(data):
     """Arbitrary bytes give streams or IntegrityError, nothing else."""
-    try:
-        streams = layout.decode_index(data, INDEX)
-        layout.check_geometry(streams, [100, 200], INDEX)
-    except IntegrityError:
-        pass
+    for start in (b"", bytes(4)):
+        try:
+            index = layout.decode_index(start + data, INDEX)
+            layout.check_geometry(index.streams, [100, 200], [{0: 100}], INDEX)
+        except IntegrityError:
+            pass
 
 
 def test_index_bomb_is_refused(good):
@@ -309,14 +327,15 @@ def test_unknown_stream_is_a_usage_error(good):
 
 
 def test_places_differ_in_every_part():
-    """Checkpoint, rank, stream, number, length and kind all change the additional data."""
-    base = Place(CHECKPOINT, 0, "a").bind(0, 1, 1)
+    """Checkpoint, rank, pack, offset, length and kind all change the additional data."""
+    key = bytes(32)
+    base = Origin(key, CHECKPOINT, 0).place(0, 64, 1, 1)
     others = [
-        Place(OTHER, 0, "a").bind(0, 1, 1),
-        Place(CHECKPOINT, 1, "a").bind(0, 1, 1),
-        Place(CHECKPOINT, 0, "b").bind(0, 1, 1),
-        Place(CHECKPOINT, 0, "a").bind(1, 1, 1),
-        Place(CHECKPOINT, 0, "a").bind(0, 2, 1),
-        Place(CHECKPOINT, 0, "a").bind(0, 1, 2),
+        Origin(key, OTHER, 0).place(0, 64, 1, 1),
+        Origin(key, CHECKPOINT, 1).place(0, 64, 1, 1),
+        Origin(key, CHECKPOINT, 0).place(1, 64, 1, 1),
+        Origin(key, CHECKPOINT, 0).place(0, 65, 1, 1),
+        Origin(key, CHECKPOINT, 0).place(0, 64, 2, 1),
+        Origin(key, CHECKPOINT, 0).place(0, 64, 1, 2),
     ]
     assert len({base, *others}) == 7

@@ -90,8 +90,8 @@ def test_anything_is_refused(data):
 def test_unknown_version(signed):
     """A later version is named, and known before the signature is looked at."""
     data = bytearray(signed)
-    data[8:10] = struct.pack("<H", 2)
-    with pytest.raises(FormatUnknown, match=r"m: format version 2 is not known \(this release reads 1\)"):
+    data[8:10] = struct.pack("<H", 3)
+    with pytest.raises(FormatUnknown, match=r"m: format version 3 is not known \(this release reads 1 and 2\)"):
         decode(bytes(data), "m", [])
 
 

@@ -23,7 +23,7 @@ from gpucr_hpc.image.writer import ImageWriter
 from gpucr_hpc.model import ImageEntry
 from gpucr_hpc.store.memory import MemoryStaging, MemoryStore
 
-JOB, ID, KEY = "41", "20261127T232501Z-3f9a", DataKey(b"k" * 32)
+JOB, ID, KEY = "41", "20261127T232501Z-3f9a", DataKey(b"k" * 32, b"i" * 32)
 LIMIT_S = 10.0
 NAMES = st.from_regex(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,150}", fullmatch=True).filter(lambda n: n != "inventory.img")
 FILES = st.dictionaries(NAMES, st.one_of(st.binary(max_size=300), st.integers(0, 200_000).map(bytes)), max_size=6)

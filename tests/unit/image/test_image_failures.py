@@ -21,7 +21,7 @@ from gpucr_hpc.store.memory import MemoryStore
 from gpucr_hpc.store.posix import PosixStore
 
 ID = "20261127T232501Z-3f9a"
-KEY = DataKey(b"k" * 32)
+KEY = DataKey(b"k" * 32, b"i" * 32)
 
 
 @pytest.fixture(params=["posix", "memory"])

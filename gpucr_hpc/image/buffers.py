@@ -1,0 +1,125 @@
+"""Memory that is used again, and the few things done in it without a copy and without the interpreter's lock.
+
+Who calls: chunks, writer, reader. A fresh megabyte costs more (256 page faults, and the kernel's lock on the address
+space) than what is done in it: LZ4 into fresh memory reaches a fifth of its speed, and less with every thread.
+`scripts/measure_image --primitives` measures both. The package lz4 has no call that writes into given memory, so the
+library is called through ctypes where the system has it (Debian's dpkg and systemd need it), else the package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import lz4.block
+
+_libc = ctypes.CDLL(None)
+_memcmp = _libc.memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+class Buffer:
+    """`size` bytes; view: all of them; address: where they lie, for the lifetime of the buffer."""
+
+    __slots__ = ("_hold", "address", "size", "view")
+
+    def __init__(self, size: int) -> None:
+        data = bytearray(size)
+        self._hold = (ctypes.c_char * size).from_buffer(data)
+        self.address, self.size, self.view = ctypes.addressof(self._hold), size, memoryview(data)
+
+
+class Pool:
+    """Buffers of one size that wait to be used again, at most `limit` of them."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        self._size, self._limit = size, limit
+        self._free: list[Buffer] = []
+
+    def take(self) -> Buffer:
+        """A buffer with any content."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return Buffer(self._size)
+
+    def give(self, buffer: Buffer) -> None:
+        """Take a buffer back that nobody uses any more."""
+        if len(self._free) < self._limit:
+            self._free.append(buffer)
+
+
+class PerThread:
+    """One buffer for each thread that asks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._local = threading.local()
+
+    def get(self) -> Buffer:
+        """This thread's buffer."""
+        buffer: Buffer | None = getattr(self._local, "buffer", None)
+        if buffer is None:
+            buffer = self._local.buffer = Buffer(self._size)
+        return buffer
+
+
+def equal(one: Buffer, other: Buffer, size: int) -> bool:
+    """Whether the first `size` bytes are the same."""
+    return not _memcmp(one.address, other.address, size)
+
+
+class _System:
+    """liblz4."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL("liblz4.so.1")
+        self._compress = library.LZ4_compress_fast
+        self._compress.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+        self._decompress = library.LZ4_decompress_safe
+        self._decompress.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
+
+    def compress(self, source: Buffer, at: int, size: int, target: Buffer, limit: int) -> int:
+        return int(self._compress(source.address + at, target.address, size, limit, 1))
+
+    def decompress(self, source: Buffer, size: int, target: Buffer, plain_bytes: int) -> int:
+        return int(self._decompress(source.address, target.address, size, plain_bytes))
+
+
+class _Package:
+    """The Python package, through fresh memory."""
+
+    def compress(self, source: Buffer, at: int, size: int, target: Buffer, limit: int) -> int:
+        packed = lz4.block.compress(source.view[at : at + size], store_size=False)
+        if len(packed) > limit:
+            return 0
+        target.view[: len(packed)] = packed
+        return len(packed)
+
+    def decompress(self, source: Buffer, size: int, target: Buffer, plain_bytes: int) -> int:
+        try:
+            plain = lz4.block.decompress(source.view[:size], uncompressed_size=plain_bytes)
+        except lz4.block.LZ4BlockError:
+            return -1
+        target.view[: len(plain)] = plain
+        return len(plain)
+
+
+def _library() -> _System | _Package:
+    try:
+        return _System()
+    except (OSError, AttributeError):
+        return _Package()
+
+
+_lz4 = _library()
+
+
+def compress(source: Buffer, at: int, size: int, target: Buffer, limit: int) -> int:
+    """LZ4 block of `size` bytes of source from `at` on into target; its length, or 0 when it is more than `limit`."""
+    return _lz4.compress(source, at, size, target, limit)
+
+
+def decompress(source: Buffer, size: int, target: Buffer, plain_bytes: int) -> bool:
+    """The block in the first `size` bytes of source into target; False when it does not give `plain_bytes` bytes."""
+    return plain_bytes <= target.size and _lz4.decompress(source, size, target, plain_bytes) == plain_bytes
