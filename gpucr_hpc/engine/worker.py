@@ -150,7 +150,7 @@ class Worker:
         assert self._listener is not None
         assert self._reader is not None
         if self._reader.entry.format > 1 and self._reader.ids is None:
-            raise IntegrityError(path=checkpoint, reason="its key slot has no id key, without which nothing is restored")
+            raise IntegrityError(path=checkpoint, reason="no id key in its slot: it cannot be restored")
         patches = {}
         if pagemap.PATCHES_STREAM in self._reader.names():
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
