@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,8 +13,18 @@ from gpucr_hpc.errors import CheckpointMissing, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey, PublicKey, SiteKey
 from gpucr_hpc.model import Manifest
+from gpucr_hpc.store.retention import Candidate, removable
 
 _LATEST, _ORIGIN, _ENDED = "latest", "origin", "ended"
+_UNKNOWN_DENSITY = 0.25  # what compression is hoped to leave
+
+
+@dataclass(frozen=True)
+class Density:
+    """Stored bytes for each plain one. known: from the job's newest checkpoint, otherwise a hope."""
+
+    stored: float
+    known: bool
 
 
 @dataclass(frozen=True)
@@ -119,11 +130,46 @@ class Catalog:
         latest = await self.record(job, _LATEST) or {}
         return str(latest["checkpoint"]) if latest.get("left") else None
 
-    async def prune(self, job: str, keep_last: int) -> None:
-        """Remove a job's checkpoints beyond the last `keep_last`."""
-        own = await self.entries(job)
-        for entry in own[: max(0, len(own) - max(1, keep_last))]:
-            await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+    async def prune(self, job: str, keep_last: int) -> list[str]:
+        """Remove what is older than the last `keep_last` good checkpoints of a living job, at least one; their ids."""
+        candidates = await self.judged(await self.entries(job), max(1, keep_last))
+        gone = removable(candidates, live=True, now=time.time(), keep_last=keep_last)
+        for checkpoint in gone:
+            await self._worker.call("delete", job=job, checkpoint=checkpoint)
+        return gone
+
+    async def judged(self, entries: list[Entry], wanted: int) -> list[Candidate]:
+        """Entries of one job with a word on each: good when manifest, sizes, index and digests are. Of the newest it is
+        looked at until `wanted` are good; those before them are taken at their manifest's word."""
+        found: list[Candidate] = []
+        for entry in reversed(entries):
+            good = entry.manifest is not None
+            if good and sum(c.good for c in found) < wanted:
+                good = await self.problem(entry) is None
+            found.append(Candidate(entry.checkpoint, good))
+        return found[::-1]
+
+    async def problem(self, entry: Entry, *, deep: bool = False) -> GpucrError | None:
+        """What is wrong with a checkpoint, if anything; deep: every byte is read and authenticated."""
+        if entry.manifest is None:
+            return entry.problem or CheckpointMissing(checkpoint=entry.checkpoint, path=f"{self._root}/{entry.job}")
+        try:
+            key = self.key_of(entry.manifest)
+            for image in entry.manifest.images:
+                await self._worker.call(
+                    "verify", job=entry.job, checkpoint=entry.checkpoint, entry=image.as_dict(), key=key, deep=deep
+                )
+        except GpucrError as error:
+            return error
+        return None
+
+    async def density(self, job: str) -> Density:
+        """How much of the plain bytes of a job its newest good checkpoint has stored; a guess when there is none."""
+        for entry in reversed(await self.entries(job)):
+            if entry.manifest is not None and entry.manifest.bytes_plain:
+                manifest = entry.manifest
+                return Density(manifest.bytes_stored / manifest.bytes_plain, known=True)
+        return Density(_UNKNOWN_DENSITY, known=False)
 
     async def ended(self, job: str, run: int, status: int) -> None:
         """Remember that a job ended by itself although Slurm was about to requeue it."""

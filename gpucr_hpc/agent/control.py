@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import pwd
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.catalog import Catalog, Entry
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.pruning import Pruning
 from gpucr_hpc.errors import (
     Busy,
     CheckpointMissing,
@@ -152,31 +154,66 @@ class Control:
     async def do_verify(
         self,
         uid: int,
-        _say: Callable[..., None],
-        checkpoint: str,
+        say: Callable[..., None],
+        checkpoints: list[str] | None = None,
+        job: str | None = None,
         deep: bool = False,
         directory: str | None = None,
     ) -> dict[str, Any]:
-        """Check a checkpoint's files against its manifest; deep reads and authenticates every byte."""
-        for root, entry in await self._entries(uid, None, directory):
-            if entry.checkpoint != checkpoint:
-                continue
-            if entry.manifest is None:
-                raise entry.problem or CheckpointMissing(checkpoint=checkpoint, path=root)
+        """Check checkpoints against their manifests: those named, of a job, or all that the caller may see; deep reads
+        and authenticates every byte. Every one is looked at, whatever the others are."""
+        entries = await self._chosen(uid, checkpoints, job, directory)
+        total = sum(entry.manifest.bytes_stored for _, entry in entries if entry.manifest is not None)
+        results, done, started = [], 0, time.monotonic()
+        for root, entry in entries:
             manifest = entry.manifest
-            async with self._context.worker(root, manifest.uid, manifest.gid) as worker:
-                key = Catalog(self._context, worker, root).key_of(manifest)
-                for image in manifest.images:
-                    await worker.call(
-                        "verify",
-                        job=entry.job,
-                        checkpoint=checkpoint,
-                        entry=image.as_dict(),
-                        key=key,
-                        deep=deep,
-                    )
-            return {"checkpoint": checkpoint, "good": True, "deep": deep}
-        raise CheckpointMissing(checkpoint=checkpoint, path=self._context.config.store.root)
+            owner, group = (manifest.uid, manifest.gid) if manifest is not None else (uid, 0)
+            async with self._context.worker(root, owner, group) as worker:
+                problem = await Catalog(self._context, worker, root).problem(entry, deep=deep)
+            results.append({"job": entry.job, "checkpoint": entry.checkpoint, "good": problem is None})
+            if problem is not None:
+                results[-1]["problem"] = problem.as_dict()
+            done += manifest.bytes_stored if manifest is not None else 0
+            record = {"checkpoint": entry.checkpoint, "done_bytes": done, "total_bytes": total}
+            say({"type": "progress", **record, "seconds": time.monotonic() - started})
+        return {"deep": deep, "good": all(r["good"] for r in results), "checkpoints": results}
+
+    async def _chosen(
+        self, uid: int, checkpoints: list[str] | None, job: str | None, directory: str | None
+    ) -> list[tuple[str, Entry]]:
+        """Checkpoints by id, all of them without ids; CheckpointMissing for one that the caller cannot see."""
+        if job is not None:
+            check_job_id(job)
+        entries = await self._entries(uid, job, directory)
+        if not checkpoints:
+            return entries
+        missing = set(checkpoints) - {entry.checkpoint for _, entry in entries}
+        if missing:
+            raise CheckpointMissing(checkpoint=sorted(missing)[0], path=directory or self._context.config.store.root)
+        return [(root, entry) for root, entry in entries if entry.checkpoint in checkpoints]
+
+    async def do_prune(
+        self,
+        uid: int,
+        _say: Callable[..., None],
+        job: str | None = None,
+        keep_last: int | None = None,
+        keep_within_s: float | None = None,
+        orphans_s: float | None = None,
+        directory: str | None = None,
+        dry_run: bool = False,
+    ) -> dict[str, Any]:
+        """Remove checkpoints of the jobs that the caller may see, and remains of writers and deleters that died."""
+        pruning = Pruning(self._context, keep_last, keep_within_s, orphans_s, dry_run=dry_run)
+        entries = await self._chosen(uid, None, job, directory)
+        root, owner, group = await self._place(uid, job, directory)
+        async with self._context.worker(root, owner, group) as worker:
+            report = await pruning.run(worker, root, [entry for _, entry in entries])
+            own = {entry.job for _, entry in entries}
+            if job is not None and (self._everything(uid) or await self._owner(job) == uid):
+                own.add(job)
+            report["orphans"] = await pruning.orphans(worker, None if self._everything(uid) and not job else own)
+        return report
 
     async def do_probe_store(self, uid: int, _say: Callable[..., None]) -> dict[str, Any]:
         """Write to the store as its account, for `gpucr doctor`."""

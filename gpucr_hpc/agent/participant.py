@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import faults
 from gpucr_hpc.agent import shepherd
+from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
@@ -21,6 +22,7 @@ from gpucr_hpc.engine.restore import describe_host, tree_meta
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
 from gpucr_hpc.log import Log
+from gpucr_hpc.units import format_bytes
 
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
@@ -83,11 +85,8 @@ class LocalParticipant:
         leads = capsule.node_rank == 0
         if leads:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
-        free, needed = await self._worker.call("space"), resident_bytes([p.pid for p in processes])
-        needed += sum(p.bytes for p in self._gpus.processes)
-        if free < needed // 4 + _RESERVE_BYTES:
-            # A quarter is what compression is hoped to leave; a store that fills up later fails the dump cleanly.
-            raise StoreFull(path=self._job.store_root, reason=f"{free} bytes free, the job holds {needed}")
+        resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
+        await self._make_room(resident)
         await self._worker.call(
             "capture",
             job=capsule.job,
@@ -98,6 +97,27 @@ class LocalParticipant:
         )
         await warm
         self.staged.set()
+
+    async def _make_room(self, resident: int) -> None:
+        """Decide before anything is frozen whether the checkpoint will fit, by what the last one took.
+
+        Where it will not, older checkpoints of this job go first, all but the newest good one: how many are kept is
+        a wish, space is a need. A store that fills up all the same fails the dump cleanly.
+        """
+        job = self._job
+        catalog = Catalog(job.context, self._worker, job.store_root)
+        density = await catalog.density(job.job)
+        nodes = len(job.geometry.nodes) if job.geometry is not None and self._capsule.node_rank == 0 else 1
+        needed = int(resident * nodes * density.stored) + _RESERVE_BYTES
+        free = await self._worker.call("space")
+        if free < needed and self._capsule.node_rank == 0:
+            gone = await catalog.prune(job.job, 1)
+            log.warning("space is low", job=job.job, free=free, needed=needed, removed=",".join(gone))
+            free = await self._worker.call("space")
+        if free < needed:
+            how = "by its last checkpoint" if density.known else "if memory compresses well"
+            text = f"{format_bytes(free)} free, about {format_bytes(needed)} needed ({how})"
+            raise StoreFull(path=job.store_root, reason=f"{text}; the job holds {format_bytes(resident)} on this node")
 
     async def gpu_lock(self) -> None:
         await self._gpus.lock()

@@ -15,6 +15,7 @@ from gpucr_hpc.cli import (
     cmd_doctor,
     cmd_key,
     cmd_list,
+    cmd_prune,
     cmd_show,
     cmd_status,
     cmd_verify,
@@ -33,6 +34,7 @@ app.command("status")(cmd_status.status)
 app.command("list")(cmd_list.list_checkpoints)
 app.command("show")(cmd_show.show)
 app.command("verify")(cmd_verify.verify)
+app.command("prune")(cmd_prune.prune)
 app.command("doctor")(cmd_doctor.doctor)
 app.command("agent")(cmd_agent.agent)
 app.add_typer(cmd_key.app, name="key")

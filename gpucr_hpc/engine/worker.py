@@ -208,6 +208,19 @@ class Worker:
             self.store.remove_orphan(orphan)
         return [orphan.name for orphan in removed]
 
+    def do_sweep(self, older_than_s: float, jobs: list[str] | None, dry_run: bool) -> list[dict[str, Any]]:
+        """Remains of these jobs, or of all, and their removal."""
+        found = [o for o in self.store.orphans(older_than_s) if jobs is None or o.job in jobs]
+        report: list[dict[str, Any]] = []
+        for orphan in found:
+            report.append({"job": orphan.job, "name": orphan.name, "age_s": orphan.age_s})
+            if not dry_run:
+                try:
+                    self.store.remove_orphan(orphan)
+                except GpucrError as error:
+                    report[-1]["problem"] = str(error)
+        return report
+
     def do_record(self, job: str, name: str, data: str | None = None, delete: bool = False) -> str | None:
         """Write, delete or read a small durable record of a job."""
         if delete:

@@ -13,6 +13,7 @@ from gpucr_hpc.proc import Result, clean_env, run_async
 
 _PARSER = "--json=v0.0.42"
 _TIMEOUT_S = 20.0
+_ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class JobInfo:
     def being_preempted(self) -> bool:
         """In the grace time of a preemption: Slurm will requeue it, whatever its processes do."""
         return self.running and self.preempt_time > 0
+
+    @property
+    def over(self) -> bool:
+        """It has ended and will not run again under this id."""
+        return bool(self.states) and self.states <= _ENDED
 
     @property
     def requeued(self) -> bool:

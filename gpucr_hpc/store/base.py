@@ -115,4 +115,4 @@ class Store(Protocol):
         """Remove a record; when there is none, that is fine."""
 
     def free_bytes(self) -> int:
-        """Bytes that can still be written, without quotas."""
+        """Bytes that can still be written: space of the file system, and quotas where the kernel can be asked."""

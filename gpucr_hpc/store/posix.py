@@ -34,6 +34,7 @@ from gpucr_hpc.model import (
     is_checkpoint_id,
 )
 from gpucr_hpc.store.base import MANIFEST_NAME, MAX_RECORD_BYTES, Listing, Orphan, Orphans
+from gpucr_hpc.store.quota import left_bytes
 
 _PARTIAL = ".partial"
 _TRASH = ".trash-"
@@ -170,7 +171,8 @@ class PosixStore:
         """See Store.free_bytes."""
         with _errors(self.location):
             status = os.statvfs(self._root)
-            return status.f_bavail * status.f_frsize
+        free, quota = status.f_bavail * status.f_frsize, left_bytes(str(self._root))
+        return free if quota is None else min(free, quota)
 
     # --- orphans ----------------------------------------------------------------------------------------
 

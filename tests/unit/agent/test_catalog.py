@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpucr_hpc.agent.catalog import Catalog
-from gpucr_hpc.errors import WrongKey
+from gpucr_hpc.agent.catalog import Catalog, Density
+from gpucr_hpc.errors import IntegrityError, WrongKey
 from gpucr_hpc.image.keys import DataKey, SigningKey, SiteKey
 from gpucr_hpc.image.manifest import encode
-from gpucr_hpc.model import Manifest
+from gpucr_hpc.model import ImageEntry, Manifest, PackEntry
 
 JOB, UID = "41", 2001
 SITE, SIGNING = SiteKey(b"s" * 32), SigningKey(b"i" * 32)
+ENTRY = ImageEntry(0, "n1", "ab" * 32, PackEntry("r0000.index", 80, "0" * 64), [], 1000, 400, 1)
 IDS = [f"20261127T2325{n:02d}Z-0000" for n in range(5)]
 
 
@@ -27,10 +28,11 @@ class Worker:
         self.manifests: dict[tuple[str, str], bytes] = {}
         self.records: dict[tuple[str, str], str] = {}
         self.meta: dict[str, Any] = {"ranks": []}
+        self.broken: set[tuple[str, str]] = set()
 
     def add(self, checkpoint: str, *, job: str = JOB, uid: int = UID, key: SigningKey = SIGNING, at: str = "") -> None:
         manifest = Manifest(
-            checkpoint=checkpoint, job=job, uid=uid, gid=100, reason="demand", run=0, images=[],
+            checkpoint=checkpoint, job=job, uid=uid, gid=100, reason="demand", run=0, images=[ENTRY],
             slots=[DataKey(b"d" * 32).wrap(SITE, checkpoint)], meta=self.meta,
         )  # fmt: skip
         self.manifests[job, at or checkpoint] = encode(manifest, key)
@@ -44,6 +46,9 @@ class Worker:
                     for (owner, checkpoint), data in sorted(self.manifests.items())
                     if job in (None, owner)
                 ]
+            case "verify":
+                if (job, fields["checkpoint"]) in self.broken:
+                    raise IntegrityError(path="r0000-p00.pack", reason="test")
             case "delete":
                 del self.manifests[job, fields["checkpoint"]]
             case "record" if fields.get("delete"):
@@ -135,6 +140,26 @@ def test_prune_keeps_the_last(catalog, worker):
     assert [(JOB, IDS[3]), (JOB, IDS[4])] == sorted(worker.manifests)
     asyncio.run(catalog.prune(JOB, 0))
     assert [(JOB, IDS[4])] == sorted(worker.manifests), "one always stays"
+
+
+def test_prune_counts_good_ones_only(catalog, worker):
+    """A set that is damaged is not what the job could go on from: it does not push a good one out."""
+    for checkpoint in IDS:
+        worker.add(checkpoint)
+    worker.broken.add((JOB, IDS[4]))
+    worker.manifests[JOB, IDS[2]] = b"cut"
+    assert [IDS[0]] == asyncio.run(catalog.prune(JOB, 2))
+    assert [IDS[1], IDS[2]] == asyncio.run(catalog.prune(JOB, 1))
+    worker.broken.add((JOB, IDS[3]))
+    assert [] == asyncio.run(catalog.prune(JOB, 1)), "none is good, so none goes"
+
+
+def test_density_is_that_of_the_newest_good_one(catalog, worker):
+    """What the estimate before a dump goes by; a hope, said to be one, as long as there is nothing."""
+    assert Density(0.25, known=False) == asyncio.run(catalog.density(JOB))
+    worker.add(IDS[0])
+    worker.manifests[JOB, IDS[1]] = b"cut"
+    assert Density(0.4, known=True) == asyncio.run(catalog.density(JOB))
 
 
 def test_retire_removes_all(catalog, worker):
