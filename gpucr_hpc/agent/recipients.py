@@ -20,7 +20,6 @@ from gpucr_hpc.image import recipients
 from gpucr_hpc.image.keyfiles import read_public
 from gpucr_hpc.image.recipients import Recipient
 from gpucr_hpc.log import Log
-from gpucr_hpc.model import FORMAT_VERSION
 
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
@@ -43,8 +42,6 @@ def of_site(config: KeysConfig) -> tuple[list[Recipient], list[GpucrError]]:
 
 def of_job(job: ProtectedJob) -> list[Recipient]:
     """Everybody besides the site for whom a checkpoint of this job is sealed; what cannot be used is logged."""
-    if FORMAT_VERSION < 2:
-        return []  # chunks of format 1 are not protected against other holders of their key
     found, problems = of_site(job.context.config.keys)
     if job.user_recipients:
         try:

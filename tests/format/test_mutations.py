@@ -108,7 +108,7 @@ def chunk_around(checkpoint: Checkpoint, pack: str, at: int) -> int | None:
     """Offset of the chunk that lies over a byte of a pack."""
     number = [part.name for part in checkpoint.entry.packs].index(pack)
     with checkpoint.reader() as reader:
-        for stream in reader._streams.values():
+        for stream in reader.index.streams.values():
             for sequence in range(len(stream)):
                 chunk = stream.chunk(sequence)
                 if chunk.pack == number and chunk.stored and chunk.offset <= at < chunk.offset + chunk.stored:
