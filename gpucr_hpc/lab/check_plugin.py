@@ -11,39 +11,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gpucr_hpc import proc
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import CHECKOUT
+from gpucr_hpc.lab.plugin import make
 
 INCLUDES = {"26.05": "/usr/include", "24.11": "/opt/slurm-24.11/include"}
-_CHECK = r"""
-set -eu
-mount --make-rprivate /
-mount -t tmpfs tmpfs "$WORK/tmp"
-mkdir "$WORK/tmp/upper" "$WORK/tmp/work" "$WORK/tmp/root"
-root=$WORK/tmp/root
-mount -t overlay overlay -o "lowerdir=$ROOTFS,upperdir=$WORK/tmp/upper,workdir=$WORK/tmp/work" "$root"
-mount --bind /dev "$root/dev"
-mount -t proc proc "$root/proc"
-mkdir -p "$root/src" "$root/out"
-mount --bind "$WORK/src" "$root/src"
-mount --bind "$WORK/out" "$root/out"
-exec chroot "$root" make -C /src -j2 --output-sync B=/out SLURM_INCLUDE="$INCLUDE" all check
-"""
-_LIMIT_S = 600
 
 
 def check(source: Path, rootfs: Path, include: str, work: Path) -> str:
     """Build and test; what make said. Raises ToolFailed with the end of it."""
-    for name in ("src", "out", "tmp"):
-        shutil.rmtree(work / name, ignore_errors=True)
-    (work / "out").mkdir()
-    (work / "tmp").mkdir()
-    shutil.copytree(source, work / "src", ignore=shutil.ignore_patterns("build"), symlinks=True)
-    env = proc.clean_env({"WORK": str(work), "ROOTFS": str(rootfs), "INCLUDE": include})
-    argv = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", _CHECK]
-    return proc.run(argv, env=env, timeout_s=_LIMIT_S).check().stdout
+    arguments = ["-j2", "--output-sync", "B=/out", f"SLURM_INCLUDE={include}", "all", "check"]
+    return make(source, rootfs, work, arguments).stdout
 
 
 def main() -> int:
@@ -53,11 +32,11 @@ def main() -> int:
         rootfs = Lab(say=lambda line: print(f"lab: {line}", flush=True)).build()
         with tempfile.TemporaryDirectory(prefix="gpucr-check-") as work:
             for series, include in INCLUDES.items():
-                said = check(source, rootfs, include, Path(work))
+                said = check(source, rootfs, include, Path(work) / "make")
                 results = [line for line in said.splitlines() if "ok" in line.split() or "passed" in line]
                 print(f"C parts, headers of Slurm {series}: make check passed", *results, sep="\n  ", flush=True)
             (source / "build").mkdir(exist_ok=True)
-            for program in (Path(work) / "out").glob("gpucr-*"):
+            for program in (Path(work) / "make/out").glob("gpucr-*"):
                 fresh = source / "build" / f".{program.name}.new"
                 shutil.copy2(program, fresh)
                 fresh.rename(source / "build" / program.name)

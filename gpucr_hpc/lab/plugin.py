@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpucr_hpc import proc
 from gpucr_hpc.errors import LabError, ToolFailed
 
-_BUILD = r"""
+_IN_ROOTFS = r"""
 set -eu
 mount --make-rprivate /
 mount -t tmpfs tmpfs "$WORK/tmp"
@@ -26,20 +27,33 @@ mount -t proc proc "$root/proc"
 mkdir -p "$root/src" "$root/out"
 mount --bind "$WORK/src" "$root/src"
 mount --bind "$WORK/out" "$root/out"
-exec chroot "$root" make -C /src SLURM_INCLUDE=/usr/include DESTDIR=/out plugindir=/usr/lib/gpucr all install
+exec chroot "$root" make -C /src "$@"
 """
+_INSTALL = ["SLURM_INCLUDE=/usr/include", "DESTDIR=/out", "plugindir=/usr/lib/gpucr", "all", "install"]
 _SKIPPED = ("build", "__pycache__")
-_LIMIT_S = 300
+_LIMIT_S = 600
 
 
 def sources_digest(source: Path, rootfs: Path) -> str:
     """Name of the build of these sources: over every file's path, mode and content."""
-    total = hashlib.sha256(f"{rootfs.parent.name}\0{_BUILD}".encode())
+    total = hashlib.sha256(f"{rootfs.parent.name}\0{_IN_ROOTFS}{_INSTALL}".encode())
     for path in sorted(source.rglob("*")):
         relative = path.relative_to(source)
         if path.is_file() and relative.parts[0] not in _SKIPPED:
             total.update(f"\0{relative}\0{path.stat().st_mode & 0o111}\0".encode() + path.read_bytes())
     return total.hexdigest()[:16]
+
+
+def make(source: Path, rootfs: Path, work: Path, arguments: Sequence[str]) -> proc.Result:
+    """`make` in a copy of the sources, in the root file system's own surroundings. What it writes below /out is in
+    `work`/out. Raises ToolFailed with the end of its output."""
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "out").mkdir(parents=True)
+    (work / "tmp").mkdir()
+    shutil.copytree(source, work / "src", ignore=shutil.ignore_patterns(*_SKIPPED), symlinks=True)
+    env = proc.clean_env({"WORK": str(work), "ROOTFS": str(rootfs)})
+    argv = ["unshare", "--mount", "--pid", "--fork", "sh", "-c", _IN_ROOTFS, "make", *arguments]
+    return proc.run(argv, env=env, timeout_s=_LIMIT_S).check()
 
 
 def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
@@ -53,13 +67,8 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
     if result.is_dir():
         return result
     work = cache / "plugin" / f"building.{os.getpid()}"
-    shutil.rmtree(work, ignore_errors=True)
-    (work / "out").mkdir(parents=True)
-    (work / "tmp").mkdir()
-    shutil.copytree(source, work / "src", ignore=shutil.ignore_patterns(*_SKIPPED), symlinks=True)
-    env = proc.clean_env({"WORK": str(work), "ROOTFS": str(rootfs)})
     try:
-        proc.run(["unshare", "--mount", "--pid", "--fork", "sh", "-c", _BUILD], env=env, timeout_s=_LIMIT_S).check()
+        make(source, rootfs, work, _INSTALL)
         installed = work / "out/usr/lib/gpucr"
         if not installed.is_dir():
             raise LabError(reason="spank_plugin: `make install` put nothing into /usr/lib/gpucr")

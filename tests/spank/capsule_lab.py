@@ -40,6 +40,17 @@ def alive(pid: int) -> bool:
         return False
 
 
+def status_of(pid: int) -> dict[str, str]:
+    """/proc/PID/status as a mapping."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {k: v.strip() for k, _, v in (line.partition(":") for line in lines)}
+
+
+def fds_of(pid: int) -> dict[int, str]:
+    """What each descriptor of a process is."""
+    return {int(p.name): os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
+
+
 class Peer:
     """Frames over a blocking socket."""
 

@@ -1,4 +1,4 @@
-"""Fixtures: a capsule on this machine, the test being its agent."""
+"""Fixtures: a capsule on this machine, the test being its agent; srun's proxy, the test being shepherd and tasks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from gpucr_hpc.wire import Type
 
 from .capsule_lab import Lab
+from .proxy_lab import ProxyLab
 
 
 @pytest.fixture
@@ -21,3 +22,9 @@ def lab() -> Iterator[Lab]:
 def up(lab: Lab) -> Lab:
     assert Type.READY == lab.capsule().type
     return lab
+
+
+@pytest.fixture
+def proxy() -> Iterator[ProxyLab]:
+    with ProxyLab() as made:
+        yield made

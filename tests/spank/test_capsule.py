@@ -13,22 +13,13 @@ import pytest
 
 from gpucr_hpc.wire import Type, make
 
-from .capsule_lab import INIT, TASK, USER, Lab, finish, finish_reading, wait_until
+from .capsule_lab import INIT, TASK, USER, Lab, fds_of, finish, finish_reading, status_of, wait_until
 
 pytestmark = [
     pytest.mark.cluster,
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
     pytest.mark.skipif(not INIT.exists() or not TASK.exists(), reason="spank_plugin is not built"),
 ]
-
-
-def status_of(pid: int) -> dict[str, str]:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return {k: v.strip() for k, _, v in (line.partition(":") for line in lines)}
-
-
-def fds_of(pid: int) -> dict[int, str]:
-    return {int(p.name): os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
 
 
 def test_capsule_has_its_shape(up: Lab) -> None:
