@@ -46,7 +46,8 @@ class Driver(Protocol):
     """pid: in the caller's pid namespace, also for processes of a nested one. Every call may raise CallFailed."""
 
     def restore_thread(self, pid: int) -> int | None:
-        """The thread that does the driver's work in a process; None when it has not initialized CUDA.
+        """The thread that does the driver's work in a process, by the caller's pid namespace like pid; None when the
+        process has not initialized CUDA.
 
         Must not be asked of a stopped or frozen process.
         """

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpucr_hpc.engine.cuda import threads
 from gpucr_hpc.engine.cuda.driver import NOT_READY, CallFailed, State
 from gpucr_hpc.engine.cuda.inventory import Gpu, Inventory
 
@@ -48,11 +47,11 @@ class FakeDriver:
         return Inventory("580.1", (Gpu(0, uuid, "Fake H100", 0, 80 * _GIB, 0),))
 
     def restore_thread(self, pid: int) -> int | None:
-        """The youngest thread; of a process with one alone, that one."""
+        """The youngest thread, by its number here; of a process with one alone, that one."""
         self._inject("look", pid)
         if self._name(pid) == "none":
             return None
-        return threads.inside(pid, max(int(entry) for entry in os.listdir(f"/proc/{pid}/task")))
+        return max(int(entry) for entry in os.listdir(f"/proc/{pid}/task"))
 
     def state(self, pid: int) -> State:
         self._inject("state", pid)

@@ -199,7 +199,7 @@ class NodeGpus:
             if procfs.maps_managed_memory(process.pid):
                 error.fields["reason"] = f"it uses managed memory (cudaMallocManaged); {error.fields['reason']}"
             raise
-        if self._config.stop_threads:
+        if self._config.stop_threads and not procfs.under_job_control(process.pid):
             await self._call(process, "stop", _STATE_LIMIT_S)
 
     @asynccontextmanager

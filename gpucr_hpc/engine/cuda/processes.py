@@ -13,6 +13,7 @@ from gpucr_hpc.capsule.processes import Process
 _CARD = re.compile(r"/dev/nvidia(\d+)")
 _HIGH = 16 << 30
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
+_SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "mksh", "tcsh", "csh", "fish"})
 _UNLIMITED = 1 << 60  # cgroup v1 writes its lack of a limit as a huge number
 
 
@@ -100,6 +101,27 @@ def cards(pid: int) -> list[int]:
     """Minor numbers of the cards that a process has open; the driver opens all that it sees."""
     found = {int(match[1]) for _, path in devices(pid) if (match := _CARD.fullmatch(path))}
     return sorted(found)
+
+
+def under_job_control(pid: int) -> bool:
+    """Whether a shell that watches for stopped children (`set -m`) runs a process: such a shell gives it another
+    process group than its own, and would go on with the script when the process is stopped."""
+    parent, group = _parent_and_group(pid)
+    if _parent_and_group(parent)[1] == group:
+        return False
+    try:
+        name = Path(f"/proc/{parent}/comm").read_text().strip()
+    except OSError:
+        return False
+    return name in _SHELLS
+
+
+def _parent_and_group(pid: int) -> tuple[int, int]:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return 0, 0
+    return int(fields[1]), int(fields[2])
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -42,7 +42,7 @@ def _field(pid: int, tid: int, name: str) -> str:
 
 
 def inside(pid: int, tid: int) -> int:
-    """Number of a thread in the pid namespace of its process: what the driver says, and what survives a move."""
+    """Number of a thread in the pid namespace of its process: what survives a move."""
     return int(_field(pid, tid, "NSpid").split()[-1])
 
 

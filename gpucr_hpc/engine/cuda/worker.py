@@ -56,9 +56,13 @@ class Worker:
         return inventory.read().as_dict()
 
     def do_look(self, pids: list[int]) -> list[list[int]]:
-        """[pid, its driver's thread] of those of these processes that have initialized CUDA."""
+        """[pid, its driver's thread] of those of these processes that have initialized CUDA.
+
+        The driver says the thread's number here; what survives a move is the number in the process's own namespace.
+        """
         alive = [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
-        return [[pid, tid] for pid in alive if (tid := self.driver.restore_thread(pid)) is not None]
+        found = [(pid, self.driver.restore_thread(pid)) for pid in alive]
+        return [[pid, threads.inside(pid, tid)] for pid, tid in found if tid is not None]
 
     def do_stop(self, pid: int) -> None:
         threads.stop(pid)
