@@ -1,7 +1,9 @@
 """Fold an alanine peptide in implicit solvent with OpenMM; equal runs give equal coordinates, bit for bit.
 
-The Reference platform is used, since it is deterministic by design (OpenMM User Guide, "Platform-Specific
-Properties"); the CPU platform sums forces in the order in which its threads end.
+    python3 folding.py [STEPS [PLATFORM]]
+
+The Reference platform is the default, since it is deterministic by design (OpenMM User Guide, "Platform-Specific
+Properties"), and CUDA can be made so; the CPU platform sums forces in the order in which its threads end.
 """
 
 import hashlib
@@ -65,17 +67,22 @@ def peptide(residues: int) -> app.Modeller:
 
 def main() -> None:
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 2000
+    name = sys.argv[2] if len(sys.argv) > 2 else "Reference"
     random.seed(SEED)  # addHydrogens begins at random places
-    platform = openmm.Platform.getPlatformByName("Reference")
+    reference = openmm.Platform.getPlatformByName("Reference")
+    platform = openmm.Platform.getPlatformByName(name)
+    properties = {"Precision": "mixed", "DeterministicForces": "true"} if name == "CUDA" else {}
     field = app.ForceField("amber14-all.xml", "implicit/gbn2.xml")
     model = peptide(8)
-    model.addHydrogens(field, platform=platform)
+    model.addHydrogens(field, platform=reference)
     system = field.createSystem(model.topology, constraints=app.HBonds)
+    relaxing = app.Simulation(model.topology, system, openmm.VerletIntegrator(0.001), reference)
+    relaxing.context.setPositions(model.positions)
+    relaxing.minimizeEnergy(maxIterations=200)
     integrator = openmm.LangevinMiddleIntegrator(300, 1.0, 0.002)
     integrator.setRandomNumberSeed(SEED)
-    simulation = app.Simulation(model.topology, system, integrator, platform)
-    simulation.context.setPositions(model.positions)
-    simulation.minimizeEnergy(maxIterations=200)
+    simulation = app.Simulation(model.topology, system, integrator, platform, properties)
+    simulation.context.setPositions(relaxing.context.getState(getPositions=True).getPositions())
     simulation.context.setVelocitiesToTemperature(300, SEED)
     for done in range(0, steps, 50):
         simulation.step(50)

@@ -87,7 +87,7 @@ class CudaConfig:
     a collective for a locked one never does. copy_limit_s: time limit of a copy between GPU and host, to which is
     added, for each GiB of it, copy_limit_s_per_gib: seconds. memory_wait_s: how long a restore waits for GPU memory
     that another program holds. stop_threads: whether GPU processes are dumped stopped, so that none of their threads
-    runs before GPU memory is back (JAX needs it); see docs/gpu.md for what was seen with and without.
+    runs before GPU memory is back; without it a JAX process dies at its restore.
     """
 
     driver: str = "auto"
@@ -95,7 +95,7 @@ class CudaConfig:
     copy_limit_s: float = 60.0
     copy_limit_s_per_gib: float = 8.0
     memory_wait_s: float = 30.0
-    stop_threads: bool = False
+    stop_threads: bool = True
 
 
 @dataclass(frozen=True)

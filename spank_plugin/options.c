@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ON, OFF, INTERVAL, DIR };
+enum { ON, OFF, INTERVAL, DIR, NCCL };
 
 struct options options;
 void (*options_changed)(void);
@@ -56,6 +56,13 @@ static int given(int which, const char *arg, int remote)
 		}
 		strcpy(options.dir, arg);
 		break;
+	case NCCL:
+		if (!arg || (strcmp(arg, "keep") && strcmp(arg, "safe"))) {
+			slurm_error("gpucr: --checkpoint-nccl=%s: write keep or safe", arg ? arg : "");
+			return -1;
+		}
+		options.nccl_safe = !strcmp(arg, "safe");
+		break;
 	}
 	if (!remote && options_changed && (which == ON || which == OFF))
 		options_changed();
@@ -66,6 +73,8 @@ static struct spank_option table[] = {
 	{ OPTION_ON, NULL, "[gpucr] when the job is preempted, write a checkpoint, requeue it and go on from there", 0, ON, given },
 	{ "checkpoint-interval", "TIME", "[gpucr] write a checkpoint every TIME, such as 30m or 1h", 1, INTERVAL, given },
 	{ "checkpoint-dir", "PATH", "[gpucr] keep the checkpoints below this absolute path", 1, DIR, given },
+	{ "checkpoint-nccl", "keep|safe",
+	  "[gpucr] NCCL between GPUs of one node: at full speed, and not protected (keep, the default), or over sockets", 1, NCCL, given },
 	{ OPTION_OFF, NULL, "[gpucr] do not protect this job or step", 0, OFF, given },
 };
 

@@ -11,6 +11,7 @@
 
 struct options {
 	bool on, off;
+	bool nccl_safe; /* NCCL without the transports that cannot be restored */
 	char interval[64];
 	char dir[4096];
 };

@@ -199,6 +199,14 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 	return -1;
 }
 
+/* Between processes of one node: peer-to-peer, shared memory and multicast cannot be restored. What the user has set stays. */
+static void nccl_over_sockets(spank_t sp)
+{
+	spank_setenv(sp, "NCCL_P2P_DISABLE", "1", 0);
+	spank_setenv(sp, "NCCL_SHM_DISABLE", "1", 0);
+	spank_setenv(sp, "NCCL_NVLS_ENABLE", "0", 0);
+}
+
 int slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
 	static char key[KEY_LEN + 2];
@@ -222,6 +230,8 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	spank_unsetenv(sp, "GPUCR_CAPSULE"); /* a name from an outer job; the agent sets it inside the capsule */
 	if (!ours || !options_protect())
 		return 0;
+	if (options.nccl_safe)
+		nccl_over_sockets(sp);
 	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS) {
 		slurm_error("gpucr: no job id");
 		r = -1;

@@ -70,6 +70,13 @@ spank_err_t spank_unsetenv(spank_t sp, const char *name)
 	return ESPANK_SUCCESS;
 }
 
+spank_err_t spank_setenv(spank_t sp, const char *name, const char *value, int overwrite)
+{
+	(void)sp;
+	setenv(name, value, overwrite);
+	return ESPANK_SUCCESS;
+}
+
 spank_err_t spank_job_control_setenv(spank_t sp, const char *name, const char *value, int overwrite)
 {
 	(void)sp;

@@ -195,6 +195,28 @@ static void batch_step(void)
 		  stub.argv);
 }
 
+static void nccl_policy(void)
+{
+	submit("sbatch SCRIPT", "#!/bin/sh\n", 0);
+	CHECK(stub_option("checkpoint-nccl", "fast", 0) < 0);
+	CHECK(strstr(stub.error, "keep or safe"));
+	CHECK(stub_option("checkpoint-nccl", NULL, 0) < 0);
+	step(NULL, 0, SLURM_BATCH_SCRIPT);
+	CHECK(stub_option("checkpoint-nccl", "safe", 1) == 0);
+	setenv("NCCL_SHM_DISABLE", "0", 1); /* the user's */
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("NCCL_P2P_DISABLE")); /* not a protected job */
+	stub_option("checkpoint-on-preempt", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("1", getenv("NCCL_P2P_DISABLE"));
+	CHECK_STR("0", getenv("NCCL_SHM_DISABLE"));
+	CHECK_STR("0", getenv("NCCL_NVLS_ENABLE"));
+	unsetenv("NCCL_P2P_DISABLE");
+	CHECK(stub_option("checkpoint-nccl", "keep", 1) == 0);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("NCCL_P2P_DISABLE"));
+}
+
 static void signal_of_control_environment(void)
 {
 	step(NULL, 0, SLURM_BATCH_SCRIPT);
@@ -296,7 +318,7 @@ int main(void)
 	static void (*const tests[])(void) = {
 		flag_on_command_line, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
-		values_are_checked, batch_step, signal_of_control_environment, other_steps, wrong_plugstack,
+		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
 		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule,
 	};
 	const char *tmp = getenv("TMPDIR");

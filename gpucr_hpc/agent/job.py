@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import checkpointing, lead
+from gpucr_hpc.agent import checkpointing, gpuword, lead
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import StepOnNode, Steps, environment_of
@@ -52,6 +52,7 @@ class ProtectedJob:
         self.excluded = ""
         self.user_recipients = ""
         self.last: dict[str, Any] = {}
+        self.gpu_word = False  # whether the user has been told how the job uses GPUs
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
         self._failed_step = ""
@@ -81,6 +82,7 @@ class ProtectedJob:
                 "excluded": self.excluded,
                 "user_recipients": self.user_recipients,
                 "last": self.last,
+                "gpu_word": self.gpu_word,
                 **self.steps.state(),
             }
         )
@@ -104,6 +106,7 @@ class ProtectedJob:
         self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
         self.excluded, self.user_recipients = state["excluded"], state.get("user_recipients", "")
+        self.gpu_word = state.get("gpu_word", False)
         if state["geometry"]:
             self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
@@ -130,6 +133,8 @@ class ProtectedJob:
         for step in self.steps.steps.values():
             self.spawn(self.steps.watch(step))
         self.spawn(self.watch())
+        if self.node_rank == 0:
+            self.spawn(gpuword.watch(self))
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
         return True
 

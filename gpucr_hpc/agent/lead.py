@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import checkpointing, peers, recipients, restarting
+from gpucr_hpc.agent import checkpointing, gpuword, peers, recipients, restarting
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.phase import Decision, Phase, decide
@@ -176,6 +176,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     await job.steps.connect()
     log.info("capsule built", job=job.job, init_pid=job.capsule.init_pid, nodes=len(job.geometry.nodes))
     await job.start_task(supervisor, message)
+    job.spawn(gpuword.watch(job))
 
 
 async def _note_first_run(job: ProtectedJob) -> None:

@@ -78,7 +78,7 @@ class LocalParticipant:
         if gpus:
             findings += gpu_preflight.check(self._gpus, processes)
         if findings:
-            raise Refused(reason="; ".join(map(str, findings[:5])))
+            raise Refused(reason=preflight.summary(findings))
         gpu_preflight.check_memory(self._gpus)
         warm = asyncio.ensure_future(self._gpus.warm())
         await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET)

@@ -15,6 +15,7 @@ from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
+from gpucr_hpc.engine.cuda import doctor as gpu_doctor
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_key
 from gpucr_hpc.units import format_bytes
@@ -91,6 +92,7 @@ async def _examine(config: Config) -> list[_Finding]:
         findings.append(
             _finding("program", found, program, "build and install it: make -C spank_plugin all install")
         )
+    findings += [_finding(*line) for line in gpu_doctor.examine(config.cuda)]
     findings += _keys(config) + _agent(config)
     return findings + await _slurm()
 

@@ -44,6 +44,18 @@ class Finding:
         return f"{self.name} (pid {self.pid}): {self.what}"
 
 
+def summary(findings: list[Finding], most: int = 5) -> str:
+    """Findings in one line, those of the same kind together; empty when there are none."""
+    alike: dict[tuple[str, str], list[int]] = {}
+    for finding in findings:
+        alike.setdefault((finding.name, finding.what), []).append(finding.pid)
+    lines = [
+        f"{name} (pid{'s' if len(pids) > 1 else ''} {', '.join(map(str, pids))}): {what}"
+        for (name, what), pids in alike.items()
+    ]
+    return "; ".join(lines[:most])
+
+
 def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> list[Finding]:
     """Everything that CRIU would refuse or lose; `processes` are all of the namespace, init first.
 

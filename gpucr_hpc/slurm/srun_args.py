@@ -44,7 +44,7 @@ _LONG_VALUES = {
     "partition", "power", "priority", "profile", "prolog", "qos", "relative", "reservation", "signal",
     "slurmd-debug", "sockets-per-node", "spread-segments", "stepmgr", "switches", "task-epilog", "task-prolog",
     "thread-spec", "threads", "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "wait",
-    "wckey", "checkpoint-interval", "checkpoint-dir",
+    "wckey", "checkpoint-interval", "checkpoint-dir", "checkpoint-nccl",
 }  # fmt: skip
 _ALL = _LONG_FLAGS | _LONG_OPTIONAL | _LONG_VALUES
 

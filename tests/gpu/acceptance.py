@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.gpu import base, failures, fakes, single, smoke, speed, two
+from tests.gpu import base, cost, failures, fakes, single, smoke, speed, two
 from tests.gpu.rig import install
+from tests.gpu.speed import THP
 
-__all__ = ["failures", "fakes", "single", "speed", "two"]  # their cases are registered by the import
+__all__ = ["cost", "failures", "fakes", "single", "speed", "two"]  # their cases are registered by the import
 
 
 def in_own_mounts(argv: list[str]) -> None:
@@ -36,7 +39,7 @@ async def one(name: str, chosen: base.Case, args: argparse.Namespace, ends: floa
     if ends - start < 20:
         return result
     place = base.Place(Path(args.base), args.criu, name)
-    place.cuda(stop_threads=args.stop_threads)
+    place.cuda(stop_threads=not args.let_threads_run)
     try:
         async with asyncio.timeout(min(chosen.limit_s, ends - start)):
             result["facts"] = await chosen.work(place, args)
@@ -74,6 +77,20 @@ async def run(args: argparse.Namespace) -> list[dict[str, object]]:
     return results
 
 
+@contextmanager
+def huge_pages(wanted: bool) -> Iterator[None]:
+    """Transparent huge pages for all memory of this machine, as long as it lasts."""
+    if not wanted:
+        yield
+        return
+    kept = THP.read_text().split("[")[1].split("]")[0]
+    THP.write_text("always")
+    try:
+        yield
+    finally:
+        THP.write_text(kept)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--criu", default="criu")
@@ -86,7 +103,8 @@ def main() -> int:
     parser.add_argument("--skip", default="", help="parts of names, with commas")
     parser.add_argument("--fake", action="store_true", help="the cases that need no card")
     parser.add_argument("--smoke", action="store_true", help="say first what the machine has")
-    parser.add_argument("--stop-threads", action="store_true", help="with cuda.stop_threads")
+    parser.add_argument("--huge-pages", action="store_true", help="transparent huge pages `always`, set back after")
+    parser.add_argument("--let-threads-run", action="store_true", help="without cuda.stop_threads")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--json", default="", help="write the results there, too")
     args = parser.parse_args()
@@ -98,7 +116,8 @@ def main() -> int:
     Path(args.base).mkdir(parents=True)
     if args.smoke:
         smoke.main(args.criu, 0.5)
-    results = asyncio.run(run(args))
+    with huge_pages(args.huge_pages):
+        results = asyncio.run(run(args))
     print()
     width = max((len(str(r["case"])) for r in results), default=4)
     for result in results:

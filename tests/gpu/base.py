@@ -22,6 +22,8 @@ _KEPT_PREFIXES = ("NCCL_", "TORCH_", "NVSHMEM_")
 #: The capsule has a /tmp of its own.
 PYTHON = "/usr/bin/python3" if sys.executable.startswith("/tmp/") else sys.executable
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+#: What --checkpoint-nccl=safe sets.
+SAFE = {**SOCKETS, "NCCL_NVLS_ENABLE": "0"}
 
 Work = Callable[["Place", argparse.Namespace], Awaitable[dict[str, Any]]]
 

@@ -61,7 +61,6 @@ async def fake_all(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
 async def fake_threads(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     """A checkpoint that lets the job run on, and a restore, each with a driver that takes its time."""
     directory = fake(place)
-    place.cuda(stop_threads=True)
     job = place.job()
     await python(job, programs.FAKE.replace("STEPS", "500"), GPUCR_FAKE_GPU="t")
     await job.advances()

@@ -120,3 +120,52 @@ for step in range(STEPS):
     time.sleep(0.02)
 log.write("passed\\n")
 """
+
+# Bus bandwidth of an all-reduce of 1 GiB over two ranks, GB/s; RANK and the rest come by the environment.
+ALL_REDUCE = """
+import os, torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl")
+x = torch.rand(1 << 28, device="cuda")
+def seconds(times):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(times):
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000 / times
+seconds(2)
+found = sorted(seconds(1) for _ in range(7))
+if rank == 0:
+    print(f"{x.numel() * 4 / found[3] / 1e9:.2f}", file=open("bandwidth", "a"))
+dist.destroy_process_group()
+"""
+
+# Bursts of training steps, one for each line that arrives in `turns`; seconds of each burst to `bursts`.
+# argv: rows, width and depth of the network, steps of a burst.
+BURSTS = """
+import sys, time, torch
+rows, width, depth, steps = map(int, sys.argv[1:])
+torch.manual_seed(1)
+parts = (part for _ in range(depth) for part in (torch.nn.Linear(width, width), torch.nn.GELU()))
+model = torch.nn.Sequential(*parts).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+x = torch.randn(rows, width, device="cuda")
+def burst():
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+    loss.item()
+    return time.perf_counter() - began
+burst(), burst()
+log = open("bursts", "a", buffering=1)
+log.write("ready\n")
+for line in open("turns"):
+    log.write(f"{burst()}\n")
+"""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
+import subprocess
 import time
 from typing import Any
 
@@ -11,6 +13,8 @@ from gpucr_hpc.capsule import namespace_processes
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from tests.gpu import programs
 from tests.gpu.base import (
+    PYTHON,
+    ROOT,
     Place,
     case,
     environment,
@@ -197,6 +201,27 @@ async def cupy(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
 @case("JAX", limit_s=100, beside=True)
 async def jax(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     return await _moved(place, programs.JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+@case("OpenMM: folding on CUDA", limit_s=120, beside=True)
+async def folding(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """The wheels of OpenMM look for CUDA's libraries beside themselves; here they are where PyTorch has them."""
+    where = "import nvidia.cu13 as n; print(list(n.__path__)[0])"
+    found = subprocess.run([PYTHON, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
+    env = environment(PYTHONPATH=os.environ["PYTHONPATH"], LD_LIBRARY_PATH=f"{found}/lib")
+    command = f"{PYTHON} {ROOT}/examples/folding.py 100000 CUDA >>train.log 2>>err\n"
+    job, whole, again = place.job(), place.job(), place.job()
+    for one in (job, whole, again):
+        await one.start(command, env)
+    await job.until(lambda: len(job.lines()) > 50, 90, "it has begun to fold")
+    await job.checkpoint(leave=True)
+    out = phases(job)
+    back = await job.restore(environment())
+    for one in (job, whole, again):
+        await one.until(lambda one=one: one.text("train.log").find("RESULT") > 0, 60, "it ends")  # type: ignore[misc]
+    assert whole.lines() == again.lines(), "two undisturbed runs differ"
+    assert job.lines() == whole.lines()
+    return {"leaves": out["wall_s"], "back": back["total"], "result": job.lines()[-1]}
 
 
 @case("five moves of one job", limit_s=150)

@@ -13,7 +13,7 @@ from typing import Any
 from gpucr_hpc.engine.cuda.driver import CtypesDriver
 from tests.gpu.base import Place, case
 
-_THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PROGRAM = """
 import sys, threading, torch
 x = torch.randint(0, 1 << 62, (GIB << 27,), device="cuda", dtype=torch.int64)
@@ -74,11 +74,11 @@ async def speed(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     assert child.stdin is not None
     assert child.stdout is not None
     found: dict[str, Any] = {}
-    kept = _THP.read_text().split("[")[1].split("]")[0]
+    kept = THP.read_text().split("[")[1].split("]")[0]
     try:
         child.stdout.readline()
         for pages in ("madvise", "always"):
-            _THP.write_text(pages)
+            THP.write_text(pages)
             for state in ("idle", "busy", "busy"):
                 child.stdin.write(state + "\n")
                 child.stdin.flush()
@@ -86,7 +86,7 @@ async def speed(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
                 await asyncio.sleep(0.5)
                 found[f"{pages} {state} {len(found)}"] = _once(driver, child.pid)
     finally:
-        _THP.write_text(kept)
+        THP.write_text(kept)
         child.kill()
         child.wait()
     return found

@@ -69,8 +69,9 @@ def _peer_memory(process: GpuProcess) -> Iterator[str]:
     on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
     if on:
         yield (
-            "may share GPU memory with other processes through NCCL's fast transports, which cannot be restored: "
-            f"{' and '.join(f'{name}=1' for name in on)} would rule it out, at a much slower all-reduce"
+            "is a rank of NCCL and may share GPU memory with others of this node, at the full speed of NVLink or "
+            "shared memory, which the driver cannot bring back: sbatch --checkpoint-nccl=safe "
+            f"({' '.join(f'{name}=1' for name in on)}) would protect it, with a much slower all-reduce"
         )
 
 

@@ -136,3 +136,10 @@ def test_takes_milliseconds(child):
     start = time.monotonic()
     findings(pid)
     assert time.monotonic() - start < 0.5
+
+
+def test_findings_of_a_kind_are_said_together():
+    alike = [preflight.Finding(pid, "python3", "holds a ring") for pid in (5, 6)]
+    other = preflight.Finding(9, "sh", "is traced")
+    assert preflight.summary([*alike, other]) == "python3 (pids 5, 6): holds a ring; sh (pid 9): is traced"
+    assert preflight.summary([]) == ""
