@@ -121,8 +121,18 @@ def test_no_checkpoint_and_bad_options(lab: Lab) -> None:
     assert on.submit(script, "--no-checkpoint", name="off", protected=False).end().raw == "none\n"
     job = on.submit(script, name="on", protected=False).end()
     assert job.out == f"{job.id}\n"
-    for bad in ("--checkpoint-dir=relative", "--checkpoint-interval=soon"):
+    for bad in ("--checkpoint-dir=relative", "--checkpoint-interval=soon", "--checkpoint-nccl=fast"):
         asked = lab.exec("ctl", ["sbatch", bad, "--wrap", "true"], user=on.user, check=False)
         assert (asked.status != 0, bad.split("=")[0] in asked.stderr) == (True, True)
 
 
+def test_nccl_over_sockets_is_the_users_choice(lab: Lab) -> None:
+    """In the script and in its steps, only with `safe`, and never over what the user has set."""
+    on = bench(lab, "options-nccl")
+    show = "env | grep ^NCCL_ | sort; true"
+    script = f"export NCCL_DEBUG=WARN; {show}; srun bash -c '{show}'"
+    safe = ["NCCL_DEBUG=WARN", "NCCL_NVLS_ENABLE=0", "NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1"]
+    assert on.submit(script, "--checkpoint-nccl=safe", name="safe").end().raw.split() == safe * 2
+    assert on.submit(script, name="keep").end().raw.split() == safe[:1] * 2
+    own = on.submit(script, "--checkpoint-nccl=safe", "--export=ALL,NCCL_P2P_DISABLE=0", name="own").end()
+    assert own.raw.split()[2] == "NCCL_P2P_DISABLE=0"
