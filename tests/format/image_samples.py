@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpucr_hpc.errors import ObjectMissing
+from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey, SigningKey, SiteKey
 from gpucr_hpc.image.manifest import encode
 from gpucr_hpc.image.reader import ImageReader
@@ -43,6 +44,7 @@ class Checkpoint:
     checkpoint: str = CHECKPOINT
     node_rank: int = 0
     packs: int = 2
+    base: Checkpoint | None = None
     files: dict[str, bytes] = field(default_factory=dict)
     entry: ImageEntry = field(init=False)
 
@@ -53,11 +55,16 @@ class Checkpoint:
             node_rank=self.node_rank,
             key=self.key,
             packs=self.packs,
+            base=None if self.base is None else self._referring(self.base),
         )
         for name, data in self.content.items():
             with writer.stream(name) as stream:
                 stream.write(data)
         self.entry = writer.finish()
+
+    def _referring(self, base: Checkpoint) -> Base:
+        with base.reader() as earlier:
+            return Base(earlier, lambda name, new: self.files.update({new: base.files[name]}), self.files.pop)
 
     def open(self, name: str) -> Any:
         if name not in self.files:

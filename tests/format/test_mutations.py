@@ -22,7 +22,7 @@ from gpucr_hpc.image.manifest import decode
 
 COUNT = int(os.environ.get("GPUCR_TEST_MUTATIONS", "5000"))
 SEED = int(os.environ.get("GPUCR_TEST_SEED", "20261128"))
-MANIFEST = "manifest"
+MANIFEST, INDEX, PACKS = "manifest", "r0000.index", ("r0000-p00.pack", "r0000-p01.pack")
 _CHUNK = re.compile(r"at byte (\d+)")
 
 Mutation = Callable[[random.Random, bytes, list[bytes]], bytes]
@@ -86,10 +86,12 @@ def graft(rng: random.Random, data: bytes, others: list[bytes]) -> bytes:
 MUTATIONS: list[Mutation] = [flip_bit, set_bytes, truncate, extend, delete, insert, move, head_field, graft]
 
 
-def sample(checkpoint: str = CHECKPOINT) -> Checkpoint:
+def sample(checkpoint: str, base: Checkpoint | None = None) -> Checkpoint:
+    """Raw, compressed and zero chunks; with a base also references to it."""
     rng = random.Random(checkpoint)
     content = {"a.img": rng.randbytes(700), "b.img": b"text " * 200, "c.img": bytes(9), "d.img": rng.randbytes(5000)}
-    return Checkpoint(content, DataKey.generate(), checkpoint=checkpoint)
+    kept = {} if base is None else {"kept.img": base.content["d.img"], "too.img": base.content["a.img"]}
+    return Checkpoint(content | kept, DataKey.generate(b"i" * 32), checkpoint=checkpoint, base=base)
 
 
 def files_of(checkpoint: Checkpoint) -> dict[str, bytes]:
@@ -118,7 +120,9 @@ def chunk_around(checkpoint: Checkpoint, pack: str, at: int) -> int | None:
 
 @pytest.fixture(scope="module")
 def subject() -> tuple[Checkpoint, dict[str, bytes], list[bytes]]:
-    one, other = sample(), sample(OTHER)
+    other = sample(OTHER)
+    one = sample(CHECKPOINT, base=other)
+    assert [f"{OTHER}.{PACKS[0]}", f"{OTHER}.{PACKS[1]}"] == [p.name for p in one.entry.sources[0].packs]
     files = files_of(one)
     assert one.content == read(one, files)
     return one, files, [*files.values(), *files_of(other).values()]
@@ -167,7 +171,7 @@ def test_damage_in_a_chunk_is_named_with_its_place(subject):
         assert found and chunk_around(checkpoint, pack, at) == int(found[1]), str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["manifest", "r0000.index", "r0000-p00.pack", "r0000-p01.pack"])
+@pytest.mark.parametrize("name", [MANIFEST, INDEX, *PACKS, f"{OTHER}.{PACKS[0]}"])
 def test_every_truncation(subject, name):
     """A file that ends anywhere, also at no byte at all, is refused by name."""
     checkpoint, files, _ = subject
