@@ -165,17 +165,17 @@ class Control:
         entries = await self._chosen(uid, checkpoints, job, directory)
         total = sum(entry.manifest.bytes_stored for _, entry in entries if entry.manifest is not None)
         results, done, started = [], 0, time.monotonic()
-        for root, entry in entries:
-            manifest = entry.manifest
-            owner, group = (manifest.uid, manifest.gid) if manifest is not None else (uid, 0)
-            async with self._context.worker(root, owner, group) as worker:
-                problem = await Catalog(self._context, worker, root).problem(entry, deep=deep)
-            results.append({"job": entry.job, "checkpoint": entry.checkpoint, "good": problem is None})
-            if problem is not None:
-                results[-1]["problem"] = problem.as_dict()
-            done += manifest.bytes_stored if manifest is not None else 0
-            record = {"checkpoint": entry.checkpoint, "done_bytes": done, "total_bytes": total}
-            say({"type": "progress", **record, "seconds": time.monotonic() - started})
+        root, owner, group = await self._place(uid, job, directory)
+        async with self._context.worker(root, owner, group) as worker:
+            catalog = Catalog(self._context, worker, root)
+            for _, entry in entries:
+                problem = await catalog.problem(entry, deep=deep)
+                results.append({"job": entry.job, "checkpoint": entry.checkpoint, "good": problem is None})
+                if problem is not None:
+                    results[-1]["problem"] = problem.as_dict()
+                done += entry.manifest.bytes_stored if entry.manifest is not None else 0
+                record = {"checkpoint": entry.checkpoint, "done_bytes": done, "total_bytes": total}
+                say({"type": "progress", **record, "seconds": time.monotonic() - started})
         return {"deep": deep, "good": all(r["good"] for r in results), "checkpoints": results}
 
     async def _chosen(

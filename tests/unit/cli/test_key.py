@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import IDS, JOB
+from site_sample import IDS, JOB
 
 from gpucr_hpc.cli import rewrap as module
 from gpucr_hpc.cli.rewrap import Wish, rewrap

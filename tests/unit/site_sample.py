@@ -79,8 +79,3 @@ def exit_code() -> int:
     except SystemExit as end:
         return int(end.code or 0)
     return 0
-
-
-@pytest.fixture
-def site(tmp_path) -> Site:
-    return Site(tmp_path)
