@@ -166,12 +166,14 @@ class Worker:
 
     def do_verify(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, deep: bool) -> None:
         """Check an image; deep reads every byte."""
-        self._load(job, checkpoint, entry, key)
-        assert self._reader is not None
-        self._reader.verify(deep=deep)
+        with self._open_image(job, checkpoint, entry, key) as reader:
+            reader.verify(deep=deep)
 
     def _load(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
-        self._reader = ImageReader(
+        self._reader = self._open_image(job, checkpoint, entry, key)
+
+    def _open_image(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> ImageReader:
+        return ImageReader(
             lambda name: self.store.open(job, checkpoint, name),
             ImageEntry.from_dict(entry),
             checkpoint=checkpoint,
