@@ -24,12 +24,17 @@ class StoreConfig:
     root: directory on the parallel file system. allowed_roots: directories below which a user may place a
     store of his own with --checkpoint-dir. user: account that owns and writes `root` (root is squashed on
     most parallel file systems). keep_last: complete checkpoints kept of a job that runs on.
+    full_every: 1 writes every checkpoint in full; n lets up to n - 1 in a row refer to earlier ones for what did not
+    change. packs: files that the image of one node is spread over, 1 to 100; as many as the file system has targets
+    for one file to be on, if each is on one.
     """
 
     root: str = "/var/lib/gpucr/store"
     allowed_roots: tuple[str, ...] = ()
     user: str = "root"
     keep_last: int = 2
+    full_every: int = 10
+    packs: int = 4
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,7 @@ _CHOICES = {
     "on_restore_failure": ("hold", "scratch"),
     "log_level": ("debug", "info", "warning", "error"),
 }
+_RANGES = {"full_every": (1, 250), "packs": (1, 100)}
 
 
 def load(path: Path | None = None) -> Config:
@@ -185,4 +191,7 @@ def _section(factory: Any, table: Any, name: str, where: Path) -> Any:
             raise ConfigError(path=where, reason=f"{name}.{key} must be of type {wanted.__name__}")
         if key in _CHOICES and value not in _CHOICES[key]:
             raise ConfigError(path=where, reason=f"{name}.{key} must be one of {', '.join(_CHOICES[key])}")
+        lowest, highest = _RANGES.get(key, (value, value))
+        if not lowest <= value <= highest:
+            raise ConfigError(path=where, reason=f"{name}.{key} must be from {lowest} to {highest}")
     return dataclasses.replace(default, **values)

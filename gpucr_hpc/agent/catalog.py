@@ -90,6 +90,20 @@ class Catalog:
             problems.append(str(CheckpointMissing(checkpoint=latest["checkpoint"], path=f"{self._root}/{job}")))
         return [m for m in reversed(good) if m.uid == uid], problems
 
+    async def base(self, job: str, uid: int, node_rank: int, full_every: int) -> dict[str, Any] | None:
+        """The job's last image of a node rank, as the worker takes it, when the next one may refer to it."""
+        good, _ = await self.candidates(job, uid)
+        if not good:
+            return None
+        manifest = good[0]
+        entry = next((image for image in manifest.images if image.node_rank == node_rank), None)
+        if entry is None or entry.format < 2 or entry.depth + 1 >= full_every:
+            return None
+        try:
+            return {"checkpoint": manifest.checkpoint, "entry": entry.as_dict(), "key": self.key_of(manifest)}
+        except GpucrError:
+            return None  # of another site key: nothing in it would be found
+
     def key_of(self, manifest: Manifest) -> str:
         """The data key of a checkpoint, as the worker takes it; raise KeyFileError for a foreign one."""
         return DataKey.unwrap(manifest.slots, self._keys.site_keys, manifest.checkpoint).reveal_hex()

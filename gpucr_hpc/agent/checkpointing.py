@@ -53,10 +53,17 @@ def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float
 
 
 async def checkpoint(
-    job: ProtectedJob, reason: str, *, leave: bool, info: slurm.JobInfo | None, since: float | None = None
+    job: ProtectedJob,
+    reason: str,
+    *,
+    leave: bool,
+    info: slurm.JobInfo | None,
+    since: float | None = None,
+    full: bool = False,
 ) -> dict[str, Any]:
     """Take the checkpoint and, with leave, move the job away. Raises after everything is undone.
 
+    full: write everything, whatever earlier checkpoints have.
     since: monotonic clock when the signal came that asked for it, for the report; None means now. A cut that
     cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times.
     """
@@ -65,7 +72,7 @@ async def checkpoint(
     budget = Budget(job.job, limit_s, started=ordered)
     for attempt in itertools.count(1):
         try:
-            return await _Checkpoint(job, reason, leave, info, budget).take()
+            return await _Checkpoint(job, reason, leave, info, budget, full).take()
         except CutNotPossible as error:
             if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
                 raise
@@ -78,8 +85,15 @@ class _Checkpoint:
     """One attempt."""
 
     def __init__(
-        self, job: ProtectedJob, reason: str, leave: bool, info: slurm.JobInfo | None, budget: Budget
+        self,
+        job: ProtectedJob,
+        reason: str,
+        leave: bool,
+        info: slurm.JobInfo | None,
+        budget: Budget,
+        full: bool,
     ) -> None:
+        self._full = full
         self._job, self._reason, self._leave, self._info, self._budget = job, reason, leave, info, budget
         self._id = new_checkpoint_id()
         self._key = DataKey.generate(job.context.site_keys[0].id_key(job.job))
@@ -93,6 +107,7 @@ class _Checkpoint:
             checkpoint=self._id,
             data_key=self._key.reveal_hex(),
             leave_running=not leave,
+            full=full,
             extra=self._extra,
         )
         self._remote: list[RemoteParticipant] = []
@@ -216,6 +231,7 @@ class _Checkpoint:
                     checkpoint=self._id,
                     data_key=self._key.reveal_hex(),
                     leave_running=not self._leave,
+                    full=self._full,
                 )
             )
 

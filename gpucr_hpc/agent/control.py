@@ -93,11 +93,11 @@ class Control:
         }
 
     async def do_checkpoint(
-        self, uid: int, say: Callable[..., None], job: str, requeue: bool = False
+        self, uid: int, say: Callable[..., None], job: str, requeue: bool = False, full: bool = False
     ) -> dict[str, Any]:
-        """Checkpoint a job now; with requeue it leaves this node."""
+        """Checkpoint a job now; with requeue it leaves this node; full: without references to earlier ones."""
         target = self._job(uid, job)
-        work = asyncio.ensure_future(lead.checkpoint(target, "demand", leave=requeue))
+        work = asyncio.ensure_future(lead.checkpoint(target, "demand", leave=requeue, full=full))
         while not (await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL_S))[0]:
             say({"type": "progress", "job": job, "phase": target.phase})
         return {"checkpoint": work.result()}

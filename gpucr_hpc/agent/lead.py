@@ -260,9 +260,16 @@ async def _move(job: ProtectedJob, info: slurm.JobInfo | None, since: float) -> 
 
 
 async def checkpoint(
-    job: ProtectedJob, reason: str, *, leave: bool, info: slurm.JobInfo | None = None, since: float | None = None
+    job: ProtectedJob,
+    reason: str,
+    *,
+    leave: bool,
+    info: slurm.JobInfo | None = None,
+    since: float | None = None,
+    full: bool = False,
 ) -> dict[str, Any]:
-    """Take a checkpoint; with leave the job is requeued after it. Returns the report of it.
+    """Take a checkpoint; with leave the job is requeued after it, full: without references to earlier ones. Returns
+    the report of it.
 
     Raises Busy when one is under way, otherwise what went wrong, the job running on.
     """
@@ -271,7 +278,7 @@ async def checkpoint(
     if job.node_rank != 0 or job.geometry is None:
         first = job.geometry.nodes[0] if job.geometry else "its first node"
         raise Refused(reason=f"the agent on {first} leads job {job.job}: ask there")
-    return await checkpointing.checkpoint(job, reason, leave=leave, info=info, since=since)
+    return await checkpointing.checkpoint(job, reason, leave=leave, info=info, since=since, full=full)
 
 
 # --- the end --------------------------------------------------------------------------------------------

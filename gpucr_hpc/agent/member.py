@@ -86,7 +86,9 @@ class MemberSession(Session):
 
     # --- checkpoint -------------------------------------------------------------------------------------
 
-    async def do_prepare(self, job: str, checkpoint: str, data_key: str, leave_running: bool) -> None:
+    async def do_prepare(
+        self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
+    ) -> None:
         found = self._get(job)
         if found.phase is not Phase.RUNNING:
             raise Busy(job=job, operation=f"{found.phase}")
@@ -94,7 +96,7 @@ class MemberSession(Session):
         self._job, self._leave = found, not leave_running
         self._worker = found.worker()
         self._participant = LocalParticipant(
-            found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running
+            found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running, full=full
         )
         await self._participant.prepare()
 

@@ -37,7 +37,8 @@ class LocalParticipant:
     """Implements coordinator.checkpoint.Participant for the capsule on this node.
 
     After `lock`, `tasks` and `steps` say what runs here. After `capture`, `entry` is the image's entry for the
-    manifest and `meta` its engine section. extra: files for the image beside CRIU's, asked for when all are locked.
+    manifest and `meta` its engine section. full: whether the image shall not refer to an earlier one. extra: files
+    for the image beside CRIU's, asked for when all are locked.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class LocalParticipant:
         checkpoint: str,
         data_key: str,
         leave_running: bool,
+        full: bool = False,
         extra: Callable[[], dict[str, bytes]] = dict,
     ) -> None:
         assert job.capsule is not None
         self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
         self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
+        self._full = full
         self._outputs: list[OpenFile] = []
         self._dump: Dump | None = None
         self._gpus = NodeGpus(self._capsule.job, job.context.config.cuda)
@@ -87,14 +90,23 @@ class LocalParticipant:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
         await self._make_room(resident)
-        await self._worker.call(
+        store = context.config.store
+        base = None
+        if not self._full:
+            catalog = Catalog(context, self._worker, self._job.store_root)
+            base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, store.full_every)
+        problem = await self._worker.call(
             "capture",
             job=capsule.job,
             checkpoint=self._checkpoint,
             node_rank=capsule.node_rank,
             key=self._data_key,
             begin=leads,
+            packs=store.packs,
+            base=base,
         )
+        if problem is not None:
+            log.warning("image is written in full", job=capsule.job, reason=problem)
         await warm
         self.staged.set()
 

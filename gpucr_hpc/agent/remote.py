@@ -23,10 +23,23 @@ class RemoteParticipant:
     """
 
     def __init__(
-        self, job: str, peer: Peer, staged: asyncio.Event, *, checkpoint: str, data_key: str, leave_running: bool
+        self,
+        job: str,
+        peer: Peer,
+        staged: asyncio.Event,
+        *,
+        checkpoint: str,
+        data_key: str,
+        leave_running: bool,
+        full: bool = False,
     ) -> None:
         self._job, self._peer, self._staged = job, peer, staged
-        self._fields = {"checkpoint": checkpoint, "data_key": data_key, "leave_running": leave_running}
+        self._fields = {
+            "checkpoint": checkpoint,
+            "data_key": data_key,
+            "leave_running": leave_running,
+            "full": full,
+        }
         self.tasks: list[Task] = []
         self.steps: list[dict[str, Any]] = []
         self.entry: dict[str, Any] = {}

@@ -17,6 +17,9 @@ def checkpoint(
     requeue: Annotated[
         bool, typer.Option("--requeue", help="Requeue the job after the commit; it leaves this node.")
     ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Write everything, also what an earlier checkpoint of the job has.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
 ) -> None:
     """Checkpoint a job now, on the node where it runs. The job goes on after it."""
@@ -25,7 +28,7 @@ def checkpoint(
         if sys.stderr.isatty() and not json:
             print(f"\rjob {record['job']}: {record['phase']} ...", end="", file=sys.stderr)
 
-    report = ask("checkpoint", job=job, requeue=requeue, progress=progress)["checkpoint"]
+    report = ask("checkpoint", job=job, requeue=requeue, full=full, progress=progress)["checkpoint"]
     if json:
         output.as_json({"type": "checkpoint", **report})
         return

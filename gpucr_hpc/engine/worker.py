@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
 from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError
+from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -80,15 +82,44 @@ class Worker:
         os.umask(0o077)
         self._store = PosixStore(root)
 
-    def do_capture(self, job: str, checkpoint: str, node_rank: int, key: str, begin: bool) -> None:
-        """Begin an image; CRIU may connect from now on. begin: the checkpoint too, else another node began it."""
+    def do_capture(
+        self,
+        job: str,
+        checkpoint: str,
+        node_rank: int,
+        key: str,
+        begin: bool,
+        packs: int,
+        base: dict[str, Any] | None = None,
+    ) -> str | None:
+        """Begin an image; CRIU may connect from now on. begin: the checkpoint too, else another node began it.
+
+        base: checkpoint, entry and key of the job's last image; what is the same there is not written again. Returns
+        why it could not be used, if it could not.
+        """
         assert self._listener is not None
         self._staging = self.store.begin(job, checkpoint) if begin else self.store.attach(job, checkpoint)
+        found, problem = None, None
+        if base is not None:
+            try:
+                found = self._base(self._staging, job, **base)
+            except GpucrError as error:
+                problem = str(error)
         self._writer = ImageWriter(
-            self._staging.create, checkpoint=checkpoint, node_rank=node_rank, key=DataKey.from_hex(key)
+            self._staging.create,
+            checkpoint=checkpoint,
+            node_rank=node_rank,
+            key=DataKey.from_hex(key),
+            packs=packs,
+            base=found,
         )
         self._capture = stream.Capture(self._listener, self._writer)
         self._capture.start()
+        return problem
+
+    def _base(self, staging: Staging, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> Base:
+        with self._open_image(job, checkpoint, entry, key) as earlier:
+            return Base(earlier, functools.partial(staging.link, checkpoint), staging.remove)
 
     def do_add(self, fd: int, name: str) -> int:
         """Take everything that a pipe gives as one more file of the image; return its size in bytes."""

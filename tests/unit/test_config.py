@@ -41,6 +41,8 @@ def test_values(write):
         ("store = 3\n", r"\[store\] must be a table"),
         ("[store]\nroot = 3\n", r"store\.root must be of type str"),
         ("[store]\nallowed_roots = [1]\n", r"store\.allowed_roots must be of type tuple"),
+        ("[store]\npacks = 0\n", r"store\.packs must be from 1 to 100"),
+        ("[store]\nfull_every = 251\n", r"store\.full_every must be from 1 to 250"),
         ("[store]\nkeep_last = true\n", r"store\.keep_last must be of type int"),
         ("[engine]\ndump_timeout_s = true\n", r"engine\.dump_timeout_s must be of type float"),
         ('[agent]\nwhen_unprotected = "maybe"\n', r"agent\.when_unprotected must be one of run, fail"),
