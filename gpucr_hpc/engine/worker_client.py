@@ -31,6 +31,11 @@ class WorkerClient:
         self._control: socket.socket | None = None
         self._turn = asyncio.Lock()
 
+    @property
+    def pid(self) -> int | None:
+        """The process, while it runs."""
+        return None if self._process is None else self._process.pid
+
     @classmethod
     def for_user(cls, root: str, user: str) -> WorkerClient:
         """A worker that writes as an account; raise HostError when there is no such account."""

@@ -1,0 +1,144 @@
+"""The steps of a chunk alone, on warm buffers, and how near the whole path comes to their harmonic limit."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from gpucr_hpc.image.buffers import Buffer, compress, decompress
+from gpucr_hpc.image.chunkid import ChunkIds
+from gpucr_hpc.image.chunks import CHUNK_BYTES, SAMPLE_BYTES, TAG_BYTES, Origin, is_zero, seal, squeeze, unseal
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.writer import ImageWriter
+
+ROUNDS = 7
+_CHUNKS = 100
+ID = "20261127T232501Z-3f9a"
+
+
+def text() -> bytes:
+    """A chunk that LZ4 brings to about a half."""
+    rng = random.Random(7)  # noqa: S311 - content of a chunk, the same each time
+    words = [rng.randbytes(8) for _ in range(300)]
+    return b"".join(rng.choice(words) if rng.random() < 0.85 else rng.randbytes(8) for _ in range(CHUNK_BYTES // 8))
+
+
+def steps() -> dict[str, Callable[[], object]]:
+    """Each step on buffers of its own."""
+    noise, words, zero = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES)
+    noise.view[:], words.view[:] = os.urandom(CHUNK_BYTES), text()
+    room, sealed, packed = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES + TAG_BYTES), Buffer(CHUNK_BYTES)
+    length = compress(words, 0, CHUNK_BYTES, packed, CHUNK_BYTES)
+    origin, ids = Origin(bytes(32), ID, 0), ChunkIds(bytes(32))
+    number, place = origin.nonce(0, 64), origin.place(0, 64, CHUNK_BYTES, 1)
+    closed = Buffer(CHUNK_BYTES + TAG_BYTES)
+    seal(origin.cipher, number, noise.view, place, closed)
+    return {
+        "memcpy": lambda: room.view.__setitem__(slice(None), noise.view),
+        "zero test": lambda: is_zero(zero, CHUNK_BYTES),
+        "id": lambda: ids.of(noise.view),
+        "SHA-256, for comparison": lambda: hashlib.sha256(noise.view).digest(),
+        "AES-256-GCM": lambda: seal(origin.cipher, number, noise.view, place, sealed),
+        "AES-256-GCM, opening": lambda: unseal(origin.cipher, number, closed.view, place, room),
+        "LZ4 of words": lambda: squeeze(words, CHUNK_BYTES, room),
+        "LZ4 of words, expanding": lambda: decompress(packed, length, room, CHUNK_BYTES),
+        "LZ4 of noise (sample only)": lambda: squeeze(noise, CHUNK_BYTES, room),
+        "LZ4 of noise, whole": lambda: compress(noise, 0, CHUNK_BYTES, room, CHUNK_BYTES),
+    }
+
+
+def rate(works: list[Callable[[], object]]) -> float:
+    """GB/s of plain bytes, each work in a thread of its own; the median of some rounds."""
+    found = []
+    for _ in range(ROUNDS):
+        threads = [threading.Thread(target=lambda w=work: [w() for _ in range(_CHUNKS)]) for work in works]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        found.append(len(works) * _CHUNKS * CHUNK_BYTES / (time.perf_counter() - start) / 1e9)
+    return statistics.median(found)
+
+
+class _Nowhere(io.RawIOBase):
+    """Takes everything and keeps nothing."""
+
+    def __init__(self) -> None:
+        self._at = self._end = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, at: int, whence: int = 0) -> int:
+        self._at = self._end if whence == 2 else at
+        return self._at
+
+    def write(self, data: Any) -> int:
+        self._end = max(self._end, self._at + len(data))
+        return len(data)
+
+
+def path(content: Buffer, threads: int) -> float:
+    """GB/s of the writer itself: copy in, zero test, id, LZ4, seal; the store takes no time."""
+    found = []
+    for _ in range(ROUNDS):
+        image = ImageWriter(
+            lambda _name: _Nowhere(),  # type: ignore[arg-type,return-value]
+            checkpoint=ID,
+            node_rank=0,
+            key=DataKey.generate(),
+            workers=threads,
+        )
+        start = time.perf_counter()
+        with image.stream("pages-1.img") as stream:
+            for number in range(_CHUNKS):
+                content.view[:8] = number.to_bytes(8, "little")
+                stream.write(content.view)
+        image._pool.shutdown(wait=True)
+        found.append(_CHUNKS * CHUNK_BYTES / (time.perf_counter() - start) / 1e9)
+        image.abort()
+    return statistics.median(found)
+
+
+def harmonic(*rates: float) -> float:
+    """Rate of doing one after the other."""
+    return 1 / sum(1 / each for each in rates)
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    processors = len(os.sched_getaffinity(0))
+    own = [steps() for _ in range(processors)]
+    rates = {name: (rate([own[0][name]]), rate([each[name] for each in own])) for name in own[0]}
+    noise, words = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES)
+    noise.view[:], words.view[:] = os.urandom(CHUNK_BYTES), text()
+    room = Buffer(CHUNK_BYTES)
+    share = squeeze(words, CHUNK_BYTES, room) / CHUNK_BYTES
+    one = {name: both[0] for name, both in rates.items()}
+    limits = {
+        "noise": harmonic(one["memcpy"], one["id"], one["LZ4 of noise (sample only)"], one["AES-256-GCM"]),
+        "words": harmonic(one["memcpy"], one["id"], one["LZ4 of words"], one["AES-256-GCM"] / share),
+    }
+    ratios = {}
+    for name, content in (("noise", noise), ("words", words)):
+        got = path(content, 1)
+        rates[f"seal path, {name}"] = (got, path(content, processors))
+        ratios[f"seal path of {name} / harmonic limit"] = got / limits[name]
+    trying = rates["seal path, noise"][1]
+    with mock.patch("gpucr_hpc.image.writer.squeeze", return_value=0):
+        ratios["noise: time / time without compression"] = path(noise, processors) / trying
+    print(json.dumps({"rates": rates, "ratios": ratios, "sample_bytes": 4 * SAMPLE_BYTES, "words_stored": share}))
+
+
+if __name__ == "__main__":
+    main()
