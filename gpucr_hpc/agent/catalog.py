@@ -177,12 +177,16 @@ class Catalog:
             return error
         return None
 
-    async def density(self, job: str) -> Density:
-        """How much of the plain bytes of a job its newest good checkpoint has stored; a guess when there is none."""
+    async def density(self, job: str, *, full: bool) -> Density:
+        """How much of the plain bytes of a job its newest good checkpoint has stored; a guess when there is none.
+
+        full: for a checkpoint that refers to no earlier one, so the packs that the last one refers to count, too.
+        """
         for entry in reversed(await self.entries(job)):
             if entry.manifest is not None and entry.manifest.bytes_plain:
                 manifest = entry.manifest
-                return Density(manifest.bytes_stored / manifest.bytes_plain, known=True)
+                linked = sum(image.bytes_linked for image in manifest.images) if full else 0
+                return Density((manifest.bytes_stored + linked) / manifest.bytes_plain, known=True)
         return Density(_UNKNOWN_DENSITY, known=False)
 
     async def ended(self, job: str, run: int, status: int) -> None:

@@ -89,12 +89,12 @@ class LocalParticipant:
         if leads:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
-        await self._make_room(resident)
         store = context.config.store
         base = None
         if not self._full:
             catalog = Catalog(context, self._worker, self._job.store_root)
             base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, store.full_every)
+        await self._make_room(resident, full=base is None)
         problem = await self._worker.call(
             "capture",
             job=capsule.job,
@@ -110,15 +110,17 @@ class LocalParticipant:
         await warm
         self.staged.set()
 
-    async def _make_room(self, resident: int) -> None:
+    async def _make_room(self, resident: int, *, full: bool) -> None:
         """Decide before anything is frozen whether the checkpoint will fit, by what the last one took.
+
+        full: it refers to no earlier one.
 
         Where it will not, older checkpoints of this job go first, all but the newest good one: how many are kept is
         a wish, space is a need. A store that fills up all the same fails the dump cleanly.
         """
         job = self._job
         catalog = Catalog(job.context, self._worker, job.store_root)
-        density = await catalog.density(job.job)
+        density = await catalog.density(job.job, full=full)
         nodes = len(job.geometry.nodes) if job.geometry is not None and self._capsule.node_rank == 0 else 1
         needed = int(resident * nodes * density.stored) + _RESERVE_BYTES
         free = await self._worker.call("space")

@@ -23,7 +23,7 @@ from typing import Any
 
 from gpucr_hpc.engine import pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
-from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError
+from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError, UsageError
 from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
@@ -102,7 +102,7 @@ class Worker:
         found, problem = None, None
         if base is not None:
             try:
-                found = self._base(self._staging, job, **base)
+                found = self._base(self._staging, job, DataKey.from_hex(key), **base)
             except GpucrError as error:
                 problem = str(error)
         self._writer = ImageWriter(
@@ -117,7 +117,11 @@ class Worker:
         self._capture.start()
         return problem
 
-    def _base(self, staging: Staging, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> Base:
+    def _base(
+        self, staging: Staging, job: str, own: DataKey, checkpoint: str, entry: dict[str, Any], key: str
+    ) -> Base:
+        if not own.same_ids(DataKey.from_hex(key)):
+            raise UsageError(reason=f"checkpoint {checkpoint} was sealed under another site key")
         with self._open_image(job, checkpoint, entry, key) as earlier:
             return Base(earlier, functools.partial(staging.link, checkpoint), staging.remove)
 

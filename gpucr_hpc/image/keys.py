@@ -10,6 +10,7 @@ files by keyfiles.py; slots for others than the site are made by recipients.py. 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,10 @@ class DataKey(_Secret):
     def may_restore(self) -> bool:
         """Whether what this key opens is proven to be what the site's agent wrote."""
         return self._ids is not None
+
+    def same_ids(self, other: DataKey) -> bool:
+        """Whether equal chunks have equal ids under both: the same id key, and not none."""
+        return self._ids is not None and other._ids is not None and hmac.compare_digest(self._ids, other._ids)
 
     def chunk_ids(self) -> ChunkIds | None:
         """What names chunks by their content; None without the id key."""

@@ -156,10 +156,11 @@ def test_prune_counts_good_ones_only(catalog, worker):
 
 def test_density_is_that_of_the_newest_good_one(catalog, worker):
     """What the estimate before a dump goes by; a hope, said to be one, as long as there is nothing."""
-    assert Density(0.25, known=False) == asyncio.run(catalog.density(JOB))
+    assert Density(0.25, known=False) == asyncio.run(catalog.density(JOB, full=True))
     worker.add(IDS[0])
     worker.manifests[JOB, IDS[1]] = b"cut"
-    assert Density(0.4, known=True) == asyncio.run(catalog.density(JOB))
+    for full in (True, False):
+        assert Density(0.4, known=True) == asyncio.run(catalog.density(JOB, full=full))
 
 
 def test_retire_removes_all(catalog, worker):
