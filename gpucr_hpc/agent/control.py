@@ -192,6 +192,22 @@ class Control:
             raise CheckpointMissing(checkpoint=sorted(missing)[0], path=directory or self._context.config.store.root)
         return [(root, entry) for root, entry in entries if entry.checkpoint in checkpoints]
 
+    async def do_inspect(
+        self, uid: int, _say: Callable[..., None], checkpoint: str, directory: str | None = None
+    ) -> dict[str, Any]:
+        """What a checkpoint holds, for its owner: processes, descriptors and memory by kind, no page of it."""
+        ((root, entry),) = await self._chosen(uid, [checkpoint], None, directory)
+        if entry.manifest is None:
+            raise entry.problem or CheckpointMissing(checkpoint=checkpoint, path=root)
+        manifest = entry.manifest
+        async with self._context.worker(root, manifest.uid, manifest.gid) as worker:
+            key = Catalog(self._context, worker, root).key_of(manifest)
+            images = [
+                await worker.call("inspect", job=entry.job, checkpoint=checkpoint, entry=image.as_dict(), key=key)
+                for image in manifest.images
+            ]
+        return {"manifest": public(manifest), "store": root, "images": images}
+
     async def do_prune(
         self,
         uid: int,

@@ -13,7 +13,7 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
-from gpucr_hpc.engine import preflight, stream
+from gpucr_hpc.engine import preflight, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
@@ -159,7 +159,8 @@ class LocalParticipant:
         frozen: Frozen = await self._dump.capture()
         faults.reach("frozen")
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
-        for name, content in self._extra().items():
+        about = summary.collect(frozen.processes, self._capsule.init_pid)
+        for name, content in {**self._extra(), summary.SUMMARY_STREAM: about}.items():
             await add_bytes(self._worker, name, content)
         self.entry = await self._worker.call("seal")
         assert context.criu is not None

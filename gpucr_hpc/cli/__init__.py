@@ -13,6 +13,7 @@ from gpucr_hpc.cli import (
     cmd_checkpoint,
     cmd_config,
     cmd_doctor,
+    cmd_inspect,
     cmd_key,
     cmd_list,
     cmd_prune,
@@ -33,6 +34,7 @@ app.command("checkpoint")(cmd_checkpoint.checkpoint)
 app.command("status")(cmd_status.status)
 app.command("list")(cmd_list.list_checkpoints)
 app.command("show")(cmd_show.show)
+app.command("inspect")(cmd_inspect.inspect)
 app.command("verify")(cmd_verify.verify)
 app.command("prune")(cmd_prune.prune)
 app.command("doctor")(cmd_doctor.doctor)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import pagemap, stream
+from gpucr_hpc.engine import inspection, pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, roll_back
 from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError, UsageError
 from gpucr_hpc.image.base import Base
@@ -203,6 +203,18 @@ class Worker:
         """Check an image; deep reads every byte."""
         with self._open_image(job, checkpoint, entry, key) as reader:
             reader.verify(deep=deep)
+
+    def do_inspect(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> dict[str, Any]:
+        """What an image holds: processes, descriptors, memory by kind; no page of memory is opened."""
+        with self._open_image(job, checkpoint, entry, key) as reader:
+            return inspection.describe(reader)
+
+    def do_search(
+        self, job: str, checkpoint: str, entry: dict[str, Any], key: str, pattern: str, context: int, limit: int
+    ) -> list[dict[str, Any]]:
+        """Where a pattern (hex) lies in the memory of an image, with `context` bytes around; `limit` places at most."""
+        with self._open_image(job, checkpoint, entry, key) as reader:
+            return inspection.search(reader, bytes.fromhex(pattern), context, limit)
 
     def _load(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
         self._reader = self._open_image(job, checkpoint, entry, key)

@@ -108,6 +108,10 @@ class ImageReader:
         """A whole (small) stream."""
         return b"".join([bytes(piece) for piece in self._pieces(self._stream(name))])
 
+    def pieces(self, name: str) -> Iterator[memoryview]:
+        """A stream in pieces of at most CHUNK_BYTES, each checked, and valid until the next is asked for."""
+        return self._pieces(self._stream(name))
+
     def copy_to_fd(self, name: str, fd: int, patches: Iterable[tuple[int, bytes]] = ()) -> int:
         """Write a stream to a pipe or file; its size. The caller closes fd, which is the end of the stream.
 
