@@ -45,10 +45,9 @@ def strip(memory: list[dict[str, Any]], width: int) -> Text:
     ways = [(way, size) for region in memory for way, size in region["image_bytes"].items()]
     at, cells = 0, [Counter[str]() for _ in range(width)]
     for way, size in ways:
-        first, last = at * width // total, max(at * width // total, (at + size - 1) * width // total)
-        for number in range(first, min(last, width - 1) + 1):
+        for number in range(at * width // total, -(-(at + size) * width // total)):
             begin, end = number * total / width, (number + 1) * total / width
-            cells[number][way] += int(max(0, min(end, at + size) - max(begin, at)) * 1000) + 1
+            cells[number][way] += int((min(end, at + size) - max(begin, at)) * 1000) + 1
         at += size
     for cell in cells:
         mark, colour, _ = STYLES[cell.most_common(1)[0][0]]

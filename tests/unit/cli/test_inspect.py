@@ -20,7 +20,7 @@ SECRET = b"-----THE PASSPHRASE-----"
 @pytest.fixture
 def image(site: Site) -> Site:
     """One checkpoint, with a secret at the beginning of the second page of the heap of process 5."""
-    pages = os.urandom(PAGE) + SECRET + os.urandom(PAGE - len(SECRET)) + b"f" * PAGE
+    pages = os.urandom(PAGE) + SECRET + os.urandom(PAGE - len(SECRET)) + os.urandom(PAGE)
     site.add(
         IDS[0],
         {
