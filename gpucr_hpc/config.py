@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.errors import ConfigError
+from gpucr_hpc.errors import ConfigError, UsageError
+from gpucr_hpc.units import parse_duration
 
 DEFAULT_PATH = Path("/etc/gpucr/gpucr.toml")
 
@@ -59,6 +60,11 @@ class KeysConfig:
 class AgentConfig:
     """run_dir: sockets and per-job state, on a tmpfs. operators: users who may checkpoint others' jobs.
 
+    checkpoint_interval: time from one checkpoint of a job to the next where its user gives no
+    --checkpoint-interval, "0" for none; checkpoint_interval_min: the shortest that a user gets.
+    timeout_margin_s: seconds before the time limit at which a job with --checkpoint-on-timeout leaves, to
+    which twice the duration of its last checkpoint is added. timeout_rounds: how often it may do so at most.
+
     when_unprotected: what happens to a job that asked for protection and cannot have it: "run" it with a
     line in its output, or "fail" it. on_restore_failure: "hold" the job (no work lost), or run it from
     "scratch". log_level: "debug", "info", "warning" or "error".
@@ -66,6 +72,10 @@ class AgentConfig:
 
     run_dir: str = "/run/gpucr"
     operators: tuple[str, ...] = ()
+    checkpoint_interval: str = "0"
+    checkpoint_interval_min: str = "1m"
+    timeout_margin_s: float = 60.0
+    timeout_rounds: int = 1000
     when_unprotected: str = "run"
     on_restore_failure: str = "hold"
     log_level: str = "info"
@@ -142,6 +152,9 @@ _CHOICES = {
 _RANGES = {"full_every": (1, 250), "packs": (1, 100)}
 
 
+_DURATIONS = ("checkpoint_interval", "checkpoint_interval_min")
+
+
 def load(path: Path | None = None) -> Config:
     """Read a configuration; the path comes from the argument, then GPUCR_CONFIG, then the default.
 
@@ -189,6 +202,11 @@ def _section(factory: Any, table: Any, name: str, where: Path) -> Any:
             values[key] = value
         else:
             raise ConfigError(path=where, reason=f"{name}.{key} must be of type {wanted.__name__}")
+        if key in _DURATIONS:
+            try:
+                parse_duration(value)
+            except UsageError as error:
+                raise ConfigError(path=where, reason=f"{name}.{key}: {error}") from None
         if key in _CHOICES and value not in _CHOICES[key]:
             raise ConfigError(path=where, reason=f"{name}.{key} must be one of {', '.join(_CHOICES[key])}")
         lowest, highest = _RANGES.get(key, (value, value))

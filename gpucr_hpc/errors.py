@@ -344,6 +344,13 @@ class PeerLost(CoordinationError):
     hint = "is gpucr-agent running there, and is its port reachable from this node?"
 
 
+class DrainIncomplete(CoordinationError):
+    """{nodes}: not empty: {reason}"""
+
+    exit_code = 75
+    hint = "they stay drained; give the command again to go on, or `gpucr undrain`"
+
+
 # --- keys and permissions -------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ON, OFF, INTERVAL, DIR, NCCL };
+enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS, FROM };
 
 struct options options;
 void (*options_changed)(void);
@@ -31,10 +31,49 @@ static bool valid_duration(const char *s)
 	return true;
 }
 
+static bool valid_files(const char *s)
+{
+	return !strcmp(s, "rollback") || !strcmp(s, "keep") || !strcmp(s, "refuse");
+}
+
+static bool valid_rounds(const char *s)
+{
+	return *s && strspn(s, "0123456789") == strlen(s);
+}
+
+/* 20261127T232501Z-3f9a; whose it is, the agent sees. */
+static bool valid_checkpoint(const char *s)
+{
+	return strlen(s) == 21 && strspn(s, "0123456789abcdefTZ-") == 21;
+}
+
+/* Take the value of an option, or say what it may be. */
+static int take(char *where, size_t size, const char *name, const char *arg, bool (*valid)(const char *), const char *how)
+{
+	if (!arg || !valid(arg) || strlen(arg) >= size) {
+		slurm_error("gpucr: --%s=%s: %s", name, arg ? arg : "", how);
+		return -1;
+	}
+	strcpy(where, arg);
+	return 0;
+}
+
+static bool valid_nccl(const char *s)
+{
+	return !strcmp(s, "keep") || !strcmp(s, "safe");
+}
+
+static bool valid_dir(const char *s)
+{
+	return *s == '/';
+}
+
 /* Slurm calls with the same value twice, once for the script and once for the command line. The argument of a flag is
  * "(null)" in srun, "" in slurmstepd: never looked at. */
 static int given(int which, const char *arg, int remote)
 {
+	int r = 0;
+
 	switch (which) {
 	case ON:
 		options.on = true;
@@ -43,30 +82,35 @@ static int given(int which, const char *arg, int remote)
 		options.off = true;
 		break;
 	case INTERVAL:
-		if (!arg || !valid_duration(arg) || strlen(arg) >= sizeof(options.interval)) {
-			slurm_error("gpucr: --checkpoint-interval=%s: write 90s, 30m, 1h30m or 2d", arg ? arg : "");
-			return -1;
-		}
-		strcpy(options.interval, arg);
+		r = take(options.interval, sizeof(options.interval), "checkpoint-interval", arg, valid_duration,
+			 "write 90s, 30m, 1h30m or 2d");
 		break;
 	case DIR:
-		if (!arg || *arg != '/' || strlen(arg) >= sizeof(options.dir)) {
-			slurm_error("gpucr: --checkpoint-dir=%s: an absolute path is needed", arg ? arg : "");
-			return -1;
-		}
-		strcpy(options.dir, arg);
+		r = take(options.dir, sizeof(options.dir), "checkpoint-dir", arg, valid_dir, "an absolute path is needed");
+		break;
+	case FILES:
+		r = take(options.files, sizeof(options.files), "checkpoint-files", arg, valid_files,
+			 "rollback, keep or refuse");
+		break;
+	case TIMEOUT:
+		options.on_timeout = options.on = true;
+		break;
+	case ROUNDS:
+		r = take(options.rounds, sizeof(options.rounds), "checkpoint-rounds", arg, valid_rounds, "a number is needed");
+		break;
+	case FROM:
+		r = take(options.from, sizeof(options.from), OPTION_FROM, arg, valid_checkpoint,
+			 "a checkpoint's id is needed: gpucr list");
+		options.on |= r == 0;
 		break;
 	case NCCL:
-		if (!arg || (strcmp(arg, "keep") && strcmp(arg, "safe"))) {
-			slurm_error("gpucr: --checkpoint-nccl=%s: write keep or safe", arg ? arg : "");
-			return -1;
-		}
-		options.nccl_safe = !strcmp(arg, "safe");
+		r = take(options.nccl, sizeof(options.nccl), "checkpoint-nccl", arg, valid_nccl, "write keep or safe");
+		options.nccl_safe = !strcmp(options.nccl, "safe");
 		break;
 	}
-	if (!remote && options_changed && (which == ON || which == OFF))
+	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT || which == FROM))
 		options_changed();
-	return 0;
+	return r;
 }
 
 static struct spank_option table[] = {
@@ -75,6 +119,10 @@ static struct spank_option table[] = {
 	{ "checkpoint-dir", "PATH", "[gpucr] keep the checkpoints below this absolute path", 1, DIR, given },
 	{ "checkpoint-nccl", "keep|safe",
 	  "[gpucr] NCCL between GPUs of one node: at full speed, and not protected (keep, the default), or over sockets", 1, NCCL, given },
+	{ "checkpoint-files", "POLICY", "[gpucr] files that grew after the checkpoint: rollback (default), keep or refuse", 1, FILES, given },
+	{ OPTION_TIMEOUT, NULL, "[gpucr] write a checkpoint before the time limit, requeue the job and go on", 0, TIMEOUT, given },
+	{ "checkpoint-rounds", "N", "[gpucr] do that at most N times", 1, ROUNDS, given },
+	{ OPTION_FROM, "CHECKPOINT", "[gpucr] begin with this checkpoint of an earlier job of yours", 1, FROM, given },
 	{ OPTION_OFF, NULL, "[gpucr] do not protect this job or step", 0, OFF, given },
 };
 

@@ -8,16 +8,23 @@
 
 #define OPTION_ON "checkpoint-on-preempt"
 #define OPTION_OFF "no-checkpoint"
+#define OPTION_TIMEOUT "checkpoint-on-timeout"
+#define OPTION_FROM "restore-from"
 
 struct options {
-	bool on, off;
+	bool on, off; /* on: also by an option that means nothing without protection */
 	bool nccl_safe; /* NCCL without the transports that cannot be restored */
+	bool on_timeout;
 	char interval[64];
 	char dir[4096];
+	char nccl[8];
+	char files[16];
+	char rounds[16];
+	char from[64];
 };
 
 extern struct options options;
-/* Called when OPTION_ON or OPTION_OFF was given in sbatch or srun (not remotely). */
+/* Called when an option that switches protection on or off was given in sbatch or srun (not remotely). */
 extern void (*options_changed)(void);
 
 void options_register(spank_t sp);

@@ -151,9 +151,10 @@ static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 static int protect(spank_t sp, uint32_t job, const char *step)
 {
 	static char job_text[16], rank_text[16], nodeid_text[16], nodes_text[16], signal_text[16];
-	const char *argv[28];
+	static char extra[4][96];
+	const char *argv[40];
 	uint32_t rank = 0, nodeid = 0, nodes = 1;
-	int n = 0;
+	int n = 0, extras = 0;
 
 	if (spank_get_item(sp, S_TASK_GLOBAL_ID, &rank) != ESPANK_SUCCESS)
 		rank = 0;
@@ -191,6 +192,19 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 	if (*options.interval) {
 		argv[n++] = "--interval";
 		argv[n++] = options.interval;
+	}
+	/* What only the agent understands. */
+	if (*options.files)
+		snprintf(extra[extras++], sizeof(*extra), "files=%s", options.files);
+	if (*options.rounds)
+		snprintf(extra[extras++], sizeof(*extra), "rounds=%s", options.rounds);
+	if (*options.from)
+		snprintf(extra[extras++], sizeof(*extra), "from=%s", options.from);
+	if (options.on_timeout)
+		snprintf(extra[extras++], sizeof(*extra), "timeout=yes");
+	for (int i = 0; i < extras; i++) {
+		argv[n++] = "--option";
+		argv[n++] = extra[i];
 	}
 	argv[n++] = "--";
 	if (spank_prepend_task_argv(sp, n, argv) == ESPANK_SUCCESS)

@@ -5,6 +5,7 @@
  * file and begins with "#!" (the values of options such as -p high are arguments too, but no such files).
  */
 #define _GNU_SOURCE
+#include "options.h"
 #include "sbatch.h"
 
 #include <fcntl.h>
@@ -94,8 +95,8 @@ void sbatch_scan(struct submission *s)
 				break;
 			continue;
 		}
-		s->on |= is_option(p, "checkpoint-on-preempt", 12);
-		s->off |= is_option(p, "no-checkpoint", 4);
+		s->on |= is_option(p, OPTION_ON, 15) || is_option(p, OPTION_TIMEOUT, 15) || is_option(p, OPTION_FROM, 4);
+		s->off |= is_option(p, OPTION_OFF, 4);
 		s->cli_signal |= is_option(p, "signal", 2);
 	}
 	/* sbatch < script: look without moving the offset; a pipe cannot be looked into. */

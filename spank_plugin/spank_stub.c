@@ -17,7 +17,7 @@ spank_context_t spank_context(void)
 spank_err_t spank_option_register(spank_t sp, struct spank_option *o)
 {
 	(void)sp;
-	if (stub.noptions == 8 || strncmp(o->usage, "[gpucr]", 7))
+	if (stub.noptions == MAX_STUB_OPTIONS || strncmp(o->usage, "[gpucr]", 7))
 		return ESPANK_BAD_ARG;
 	stub.options[stub.noptions++] = *o;
 	return ESPANK_SUCCESS;

@@ -5,10 +5,12 @@
 
 #include <slurm/spank.h>
 
+#define MAX_STUB_OPTIONS 16
+
 extern struct stub {
 	spank_context_t context;
 	unsigned job, step, nodes, rank, nodeid;
-	struct spank_option options[8];
+	struct spank_option options[MAX_STUB_OPTIONS];
 	int noptions;
 	char argv[4096];    /* what was prepended, joined by blanks */
 	char control[256];  /* NAME=value of spank_job_control_setenv, joined by blanks */

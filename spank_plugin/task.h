@@ -8,8 +8,12 @@
 
 #include "wire.h"
 
+#define MAX_OPTIONS 8
+
 struct task_args {
 	const char *socket, *job, *step, *dir, *interval;
+	const char *options[MAX_OPTIONS]; /* KEY=VALUE for the agent */
+	int n_options;
 	long long rank, nodeid, nodes, signal;
 	bool fail_unprotected;
 	long long restart; /* SLURM_RESTART_COUNT */

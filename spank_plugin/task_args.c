@@ -24,7 +24,7 @@ int task_parse(struct task_args *a, int argc, char **argv)
 		{ "socket", 1, NULL, 's' }, { "job", 1, NULL, 'j' },	  { "step", 1, NULL, 't' },
 		{ "rank", 1, NULL, 'r' },   { "nodes", 1, NULL, 'n' },	  { "signal", 1, NULL, 'g' },
 		{ "dir", 1, NULL, 'd' },    { "interval", 1, NULL, 'i' }, { "when-unprotected", 1, NULL, 'w' },
-		{ "nodeid", 1, NULL, 'I' }, { NULL, 0, NULL, 0 },
+		{ "nodeid", 1, NULL, 'I' }, { "option", 1, NULL, 'o' },	  { NULL, 0, NULL, 0 },
 	};
 	const char *env;
 	long long n;
@@ -44,6 +44,11 @@ int task_parse(struct task_args *a, int argc, char **argv)
 		case 't': a->step = optarg; break;
 		case 'd': a->dir = optarg; break;
 		case 'i': a->interval = optarg; break;
+		case 'o':
+			ok = a->n_options < MAX_OPTIONS;
+			if (ok)
+				a->options[a->n_options++] = optarg;
+			break;
 		case 'r': ok = parse_number(optarg, 0, 1 << 30, &a->rank); break;
 		case 'I': ok = parse_number(optarg, 0, 1 << 30, &a->nodeid); break;
 		case 'n': ok = parse_number(optarg, 1, 1 << 30, &a->nodes); break;
@@ -62,7 +67,7 @@ int task_parse(struct task_args *a, int argc, char **argv)
 	a->argv = argv + optind;
 	if (!a->socket || !a->job || !a->argv[0]) {
 		say("usage: gpucr-task --socket PATH --job ID [--step KEY] [--rank R] [--nodeid I] [--nodes N] "
-		    "[--signal S] [--when-unprotected run|fail] [--dir D] [--interval T] -- COMMAND...");
+		    "[--signal S] [--when-unprotected run|fail] [--dir D] [--interval T] [--option KEY=VALUE]... -- COMMAND...");
 		return -1;
 	}
 	/* The count that Slurm's SPANK item would give is always 0; the variable is right. */
@@ -101,6 +106,8 @@ void build_hello(struct msg *m, const struct task_args *a, bool again, bool atta
 	msg_int(m, "SIGNAL", a->signal);
 	msg_str(m, "DIR", a->dir);
 	msg_str(m, "INTERVAL", a->interval);
+	for (int i = 0; i < a->n_options; i++)
+		msg_str(m, "OPTION", a->options[i]);
 	/* The job control environment comes through --export=NONE too. */
 	msg_str(m, "COOKIE", *env_or_empty("GPUCR_COOKIE") ? env_or_empty("GPUCR_COOKIE")
 							    : env_or_empty("SLURM_SPANK_GPUCR_COOKIE"));

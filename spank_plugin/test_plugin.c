@@ -93,6 +93,22 @@ static void cookie_is_of_this_submission(void)
 	CHECK_STR(NULL, getenv("GPUCR_COOKIE"));
 }
 
+static void options_that_mean_protection(void)
+{
+	submit("sbatch --checkpoint-on-t SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	submit("sbatch --restore-from=20261127T232501Z-3f9a SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --restore-from=...\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	submit("sbatch --reservation=x SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-timeout\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK(stub_option("checkpoint-on-timeout", "(null)", 0) == 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+}
+
 static void flag_in_script(void)
 {
 	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-preempt\n", 0);
@@ -169,6 +185,14 @@ static void values_are_checked(void)
 	CHECK(stub_option("checkpoint-interval", "m", 0) < 0);
 	CHECK(stub_option("checkpoint-interval", "", 0) < 0);
 	CHECK(stub_option("checkpoint-interval", NULL, 0) < 0);
+	CHECK(stub_option("checkpoint-files", "refuse", 0) == 0);
+	CHECK(stub_option("checkpoint-files", "undo", 0) < 0);
+	CHECK(strstr(stub.error, "rollback, keep or refuse"));
+	CHECK(stub_option("checkpoint-rounds", "4", 0) == 0);
+	CHECK(stub_option("checkpoint-rounds", "-1", 0) < 0);
+	CHECK(stub_option("checkpoint-rounds", "", 0) < 0);
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
+	CHECK(stub_option("restore-from", "../../20261127T23250", 0) < 0);
 }
 
 static void step(const char *const *av, int ac, unsigned id)
@@ -188,10 +212,15 @@ static void batch_step(void)
 	stub_option("checkpoint-on-preempt", "", 1);
 	stub_option("checkpoint-dir", "/ckpt", 1);
 	stub_option("checkpoint-interval", "30m", 1);
+	stub_option("checkpoint-files", "keep", 1);
+	stub_option("checkpoint-rounds", "9", 1);
+	stub_option("checkpoint-on-timeout", "", 1);
+	stub_option("restore-from", "20261127T232501Z-3f9a", 1);
 	setenv("GPUCR_SIGNAL", "50", 1); /* the first call has taken it out of the job's environment */
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodeid 0 --nodes 2 --signal 50 --when-unprotected fail "
-		  "--dir /ckpt --interval 30m --",
+		  "--dir /ckpt --interval 30m --option files=keep --option rounds=9 --option from=20261127T232501Z-3f9a "
+		  "--option timeout=yes --",
 		  stub.argv);
 }
 
@@ -316,7 +345,7 @@ static void srun_in_capsule(void)
 int main(void)
 {
 	static void (*const tests[])(void) = {
-		flag_on_command_line, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
+		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
 		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule,

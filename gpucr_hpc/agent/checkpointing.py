@@ -27,7 +27,7 @@ from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
-from gpucr_hpc.model import ImageEntry, Manifest, new_checkpoint_id
+from gpucr_hpc.model import ImageEntry, Manifest, new_checkpoint_id, rfc3339
 from gpucr_hpc.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float
         return longest_s
     if info.requeued:
         return min(_REQUEUED_BUDGET_S, longest_s)
-    if info.being_preempted and info.end_time:
+    if info.end_time:  # a preemption cuts it to the end of the grace time
         return min(max(1.0, info.end_time - time.time()), longest_s)
     return longest_s
 
@@ -57,9 +57,10 @@ async def checkpoint(
     reason: str,
     *,
     leave: bool,
+    hold: bool = False,
+    full: bool = False,
     info: slurm.JobInfo | None,
     since: float | None = None,
-    full: bool = False,
 ) -> dict[str, Any]:
     """Take the checkpoint and, with leave, move the job away. Raises after everything is undone.
 
@@ -72,7 +73,7 @@ async def checkpoint(
     budget = Budget(job.job, limit_s, started=ordered)
     for attempt in itertools.count(1):
         try:
-            return await _Checkpoint(job, reason, leave, info, budget, full).take()
+            return await _Checkpoint(job, reason, leave, hold, info, budget, full).take()
         except CutNotPossible as error:
             if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
                 raise
@@ -89,15 +90,17 @@ class _Checkpoint:
         job: ProtectedJob,
         reason: str,
         leave: bool,
+        hold: bool,
         info: slurm.JobInfo | None,
         budget: Budget,
         full: bool,
     ) -> None:
-        self._full = full
-        self._job, self._reason, self._leave, self._info, self._budget = job, reason, leave, info, budget
+        self._job, self._reason, self._leave, self._hold, self._full = job, reason, leave, hold, full
+        self._info, self._budget = info, budget
         self._id = new_checkpoint_id()
         self._key = DataKey.generate(job.context.site_keys[0].id_key(job.job))
         self._began = time.time()
+        self._counts = int(leave and reason == "timeout")
         self._timings = Timings()
         self._worker = job.worker()
         self._catalog = Catalog(job.context, self._worker, job.store_root)
@@ -156,6 +159,7 @@ class _Checkpoint:
                 "ranks": [part.meta for part in self._parts],
                 "phases_s": self._timings.phases,
                 "began": self._began,
+                "timeouts": job.timeouts,
                 **spans,
             },
         )
@@ -176,11 +180,12 @@ class _Checkpoint:
 
     async def _requeue(self) -> None:
         if self._info is None or not self._info.requeued:
-            await slurm.requeue(self._job.job)
+            await (slurm.requeue_hold if self._hold else slurm.requeue)(self._job.job)
         await self._catalog.note_latest(self._job.job, self._id, left=True)
 
     async def take(self) -> dict[str, Any]:
         job = self._job
+        job.timeouts += self._counts
         job.set_phase(Phase.CHECKPOINTING)
         log.info("checkpoint begins", job=job.job, checkpoint=self._id, reason=self._reason, left_s=self._budget.left())
         try:
@@ -194,6 +199,7 @@ class _Checkpoint:
                 timings=self._timings,
             )
         except BaseException as error:
+            job.timeouts -= self._counts
             message = "" if isinstance(error, CutNotPossible) else f"checkpoint not possible, the job runs on: {error}"
             await job.go_on(detached=self._local.detached, message=message)
             raise
@@ -202,7 +208,11 @@ class _Checkpoint:
                 part.close()
             job.last |= {"phases_s": self._timings.phases}
             await self._close()
-        report = dict(job.last) | {"total_s": round(time.time() - self._began, 4)}
+        job.last |= {"total_s": round(time.time() - self._began, 4)}
+        if not self._leave:
+            job.last |= {"freeze_s": round(self._local.freeze_s, 4)}
+        report = dict(job.last)
+        job.spawn(slurm.comment(job.job, f"gpucr: checkpoint {self._id} ({self._reason}) at {rfc3339(self._began)}"))
         log.info(
             "checkpoint committed",
             **{k: v for k, v in report.items() if k != "phases_s"},
@@ -213,8 +223,12 @@ class _Checkpoint:
             f"{format_bytes(report['bytes_plain'])}, {format_bytes(report['bytes_stored'])} stored"
         )
         if self._leave:
-            await _leave(job, f"{text}; the job leaves {','.join(report['nodes'])}", self._info)
+            held = " and is held: scontrol release" if self._hold else ""
+            # A drained node takes no job, and any node is good for one that only needs more time.
+            elsewhere = self._reason not in ("drain", "timeout")
+            await _leave(job, f"{text}; the job leaves {','.join(report['nodes'])}{held}", self._info, elsewhere)
         else:
+            text += f"; the job stood still for {format_duration(report['freeze_s'])}"
             await job.go_on(detached=True, message=text)
         return report
 
@@ -246,12 +260,13 @@ class _Checkpoint:
             await self._worker.close()
 
 
-async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None) -> None:
+async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None, elsewhere: bool) -> None:
     """After commit and requeue: nothing of the job stays here, and Slurm gets the node back early."""
     job.set_phase(Phase.LEAVING)
     assert job.geometry is not None
     try:
-        await slurm.keep_away(info or await slurm.job(job.job), list(job.geometry.nodes), job.excluded)
+        info = info or await slurm.job(job.job)
+        await slurm.keep_away(info, list(job.geometry.nodes), job.excluded, elsewhere=elsewhere)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
     job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))

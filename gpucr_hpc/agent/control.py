@@ -12,33 +12,25 @@ from collections.abc import Callable
 from typing import Any
 
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.catalog import Catalog, Entry
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.agent.pruning import Pruning
-from gpucr_hpc.errors import (
-    Busy,
-    CheckpointMissing,
-    GpucrError,
-    JobNotProtected,
-    PermissionRefused,
-    SlurmError,
-    UsageError,
-)
+from gpucr_hpc.errors import CheckpointMissing, GpucrError, PermissionRefused, SlurmError, UsageError
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest, check_job_id
 
 log = Log(__name__)
 
-_PROGRESS_INTERVAL_S = 0.5
-
 
 class Control:
     """Serves the control socket."""
 
-    def __init__(self, context: Context, jobs: dict[str, ProtectedJob], operators: set[int]) -> None:
-        self._context, self._jobs, self._operators = context, jobs, operators
+    def __init__(
+        self, context: Context, jobs: dict[str, ProtectedJob], operators: set[int], orders: Orders
+    ) -> None:
+        self._context, self._jobs, self._operators, self._orders = context, jobs, operators, orders
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request of one connection."""
@@ -69,38 +61,25 @@ class Control:
     def _everything(self, uid: int) -> bool:
         return uid == 0 or uid in self._operators
 
-    def _job(self, uid: int, name: str) -> ProtectedJob:
-        job = self._jobs.get(check_job_id(name))
-        if job is None or job.idle:
-            raise JobNotProtected(job=name, node=self._context.node)
-        if not job.may(uid, self._operators):
-            raise PermissionRefused(who=f"uid {uid}", action=f"act on job {name}")
-        if job.capsule is None:
-            raise Busy(job=name, operation="its start or its end")
-        return job
-
-    async def do_status(self, uid: int, _say: Callable[..., None]) -> dict[str, Any]:
-        """The protected jobs of this node that the caller may see."""
-        return {
-            "node": self._context.node,
-            "criu": self._context.criu.text if self._context.criu else None,
-            "problem": str(self._context.criu_problem) if self._context.criu_problem else None,
-            "jobs": [
-                {"job": j.job, "uid": j.uid, "phase": j.phase, "run": j.run, "last": j.last}
-                for j in self._jobs.values()
-                if j.may(uid, self._operators) and not j.idle
-            ],
-        }
-
-    async def do_checkpoint(
-        self, uid: int, say: Callable[..., None], job: str, requeue: bool = False, full: bool = False
+    async def do_status(
+        self,
+        uid: int,
+        _say: Callable[..., None],
+        job: str | None = None,
+        everywhere: bool = False,
+        nodes: list[str] | None = None,
     ) -> dict[str, Any]:
-        """Checkpoint a job now; with requeue it leaves this node; full: without references to earlier ones."""
-        target = self._job(uid, job)
-        work = asyncio.ensure_future(lead.checkpoint(target, "demand", leave=requeue, full=full))
-        while not (await asyncio.wait({work}, timeout=_PROGRESS_INTERVAL_S))[0]:
-            say({"type": "progress", "job": job, "phase": target.phase})
-        return {"checkpoint": work.result()}
+        """The protected jobs that the caller may see: of this node, of those named, of all; or one job, wherever it
+        runs."""
+        if job is not None:
+            return await self._orders.status_of(uid, job)
+        if everywhere or nodes is not None:
+            return {"nodes": await self._orders.status_everywhere(uid, nodes)}
+        return await self._orders.status(uid)
+
+    async def do_checkpoint(self, uid: int, say: Callable[..., None], job: str, **fields: Any) -> dict[str, Any]:
+        """Checkpoint a job now, wherever it runs; with requeue it leaves its nodes, with stop it is held as well."""
+        return {"checkpoint": await self._orders.checkpoint_of(uid, say, job, **fields)}
 
     async def _place(self, uid: int, job: str | None, directory: str | None) -> tuple[str, int, int]:
         """Store root and the identity with which it is read for a caller."""

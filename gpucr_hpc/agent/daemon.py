@@ -15,10 +15,11 @@ from pathlib import Path
 from gpucr_hpc import log as logging
 from gpucr_hpc import slurm, wire
 from gpucr_hpc.agent import peers
+from gpucr_hpc.agent.clock import Clock
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.control import Control
 from gpucr_hpc.agent.job import ProtectedJob
-from gpucr_hpc.agent.member import MemberSession
+from gpucr_hpc.agent.orders import Orders, PeerSession
 from gpucr_hpc.agent.peers import Connector
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.supervisor import Supervisor
@@ -188,7 +189,8 @@ async def serve(config: Config) -> None:
     await network.prepare_host(config.network)
     agent = Agent(context)
     await agent.adopt()
-    control = Control(context, agent.jobs, operators(config))
+    orders = Orders(context, agent.jobs, operators(config))
+    control = Control(context, agent.jobs, operators(config), orders)
     servers = [
         await _listen(run_dir / "agent.sock", _guarded(agent.supervisor)),
         await _listen(run_dir / "control.sock", control.handle),
@@ -196,7 +198,7 @@ async def serve(config: Config) -> None:
             "0.0.0.0",  # noqa: S104 - peers prove themselves by the cluster's key
             config.network.agent_port,
             context.signing_key,
-            lambda: MemberSession(context, agent.jobs),
+            lambda: PeerSession(context, agent.jobs, orders),
         ),
     ]
     stop = asyncio.Event()
@@ -204,9 +206,10 @@ async def serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     log.info("agent ready", node=context.node, jobs=len(agent.jobs), criu=context.criu and context.criu.text)
-    sweeper = asyncio.ensure_future(agent.sweep())
+    loops = [asyncio.ensure_future(work) for work in (agent.sweep(), Clock(agent.jobs).run())]
     await stop.wait()
-    sweeper.cancel()
+    for task in loops:
+        task.cancel()
     for server in servers:
         server.close()
     log.info("agent stops", jobs=len(agent.jobs))

@@ -14,8 +14,12 @@ from typing import Any
 
 from gpucr_hpc import slurm, wire
 from gpucr_hpc.agent import checkpointing, gpuword, lead
+from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.policy import Policy
+from gpucr_hpc.agent.report import PROGRESS_FILE
 from gpucr_hpc.agent.steps import StepOnNode, Steps, environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
@@ -53,6 +57,10 @@ class ProtectedJob:
         self.user_recipients = ""
         self.last: dict[str, Any] = {}
         self.gpu_word = False  # whether the user has been told how the job uses GPUs
+        self.policy, self.times = Policy(), Times()
+        self.dumping: DumpProgress | None = None
+        self.sample: tuple[float, float] | None = None  # when the job's own progress was first seen, and what it was
+        self.timeouts = 0  # how often it went on after its time limit
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
         self._failed_step = ""
@@ -83,6 +91,9 @@ class ProtectedJob:
                 "user_recipients": self.user_recipients,
                 "last": self.last,
                 "gpu_word": self.gpu_word,
+                "policy": self.policy.as_dict(),
+                "times": self.times.as_dict(),
+                "timeouts": self.timeouts,
                 **self.steps.state(),
             }
         )
@@ -107,6 +118,8 @@ class ProtectedJob:
         self.store_root, self.last = state["store_root"], state["last"]
         self.excluded, self.user_recipients = state["excluded"], state.get("user_recipients", "")
         self.gpu_word = state.get("gpu_word", False)
+        self.policy, self.times = Policy.from_dict(state.get("policy", {})), Times(**state.get("times", {}))
+        self.timeouts = state.get("timeouts", 0)
         if state["geometry"]:
             self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
         self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
@@ -251,6 +264,7 @@ class ProtectedJob:
     def _env(self, pid: int) -> dict[str, str]:
         """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
         env = {"GPUCR_CAPSULE": self.job, "GPUCR_SHEPHERD": self.run_dir.shepherd_socket}
+        env["GPUCR_PROGRESS"] = PROGRESS_FILE
         own = environment_of(pid)
         if driver_loaded():
             env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
@@ -387,6 +401,15 @@ class ProtectedJob:
     def idle(self) -> bool:
         """Nothing of the job is on this node any more."""
         return self.capsule is None and not self.supervisors
+
+    def dump_progress(self) -> dict[str, Any] | None:
+        """How far a checkpoint is that is under way on this node."""
+        return None if self.dumping is None else self.dumping.as_dict()
+
+    async def tell(self, message: str) -> None:
+        """A line in the job's output, if its supervisor is there."""
+        if "batch" in self.supervisors:
+            await self.supervisors["batch"].print(message)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run something beside the connection's loop; its failure is logged, never lost."""

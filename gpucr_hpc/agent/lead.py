@@ -12,6 +12,7 @@ from gpucr_hpc.agent import checkpointing, gpuword, peers, recipients, restartin
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.phase import Decision, Phase, decide
+from gpucr_hpc.agent.policy import policy_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity, discard
@@ -104,6 +105,7 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         job.run = max(info.restarts, supervisor.hello.int("RESTART"))
         restarted = restarted or job.run > 0
         job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
+        job.policy = policy_of(supervisor.hello, job.context.config.agent)
         job.groups = Identity.of(supervisor.pid, job.uid, job.gid).groups
         await _take(job, supervisor, info)
         job.spawn(recipients.learn(job, supervisor))
@@ -264,12 +266,13 @@ async def checkpoint(
     reason: str,
     *,
     leave: bool,
+    hold: bool = False,
+    full: bool = False,
     info: slurm.JobInfo | None = None,
     since: float | None = None,
-    full: bool = False,
 ) -> dict[str, Any]:
-    """Take a checkpoint; with leave the job is requeued after it, full: without references to earlier ones. Returns
-    the report of it.
+    """Take a checkpoint; with leave the job is requeued after it, with hold also held; full: without references to
+    earlier ones. Returns the report of it.
 
     Raises Busy when one is under way, otherwise what went wrong, the job running on.
     """
@@ -278,7 +281,7 @@ async def checkpoint(
     if job.node_rank != 0 or job.geometry is None:
         first = job.geometry.nodes[0] if job.geometry else "its first node"
         raise Refused(reason=f"the agent on {first} leads job {job.job}: ask there")
-    return await checkpointing.checkpoint(job, reason, leave=leave, info=info, since=since, full=full)
+    return await checkpointing.checkpoint(job, reason, leave=leave, hold=hold, full=full, info=info, since=since)
 
 
 # --- the end --------------------------------------------------------------------------------------------

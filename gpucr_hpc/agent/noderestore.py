@@ -18,8 +18,9 @@ from gpucr_hpc.capsule.processes import descendants
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
+from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError, GpucrError
+from gpucr_hpc.errors import CoordinationError, GpucrError, RestoreFailed
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -103,9 +104,19 @@ class NodeRestore:
             return
         job = self._job
         async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
+            if job.policy.files is FilesPolicy.REFUSE:
+                grown = await worker.call("grown", files=files)
+                if grown:
+                    raise RestoreFailed(reason=f"--checkpoint-files=refuse: {grown[0]}", log="none")
             self.report = await worker.call(
                 "roll_back", files=files, suffix=f"after-{self._manifest.checkpoint}"
             )
+
+    @property
+    def worker(self) -> WorkerClient:
+        """The worker that has the image; after `build`."""
+        assert self._worker is not None
+        return self._worker
 
     async def saved_steps(self) -> list[dict[str, Any]]:
         """The steps that were under way, from the image of the first node; not in the manifest, since they hold

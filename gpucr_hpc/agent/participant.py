@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gpucr_hpc import faults
 from gpucr_hpc.agent import shepherd
 from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
@@ -66,7 +67,7 @@ class LocalParticipant:
         self.detached = False
         self.entry: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
-        self.frozen_at = self.dump_s = 0.0
+        self.frozen_at = self.dump_s = self.freeze_s = 0.0
 
     async def prepare(self) -> None:
         context, capsule, run_dir = self._job.context, self._capsule, self._job.run_dir
@@ -107,6 +108,9 @@ class LocalParticipant:
         )
         if problem is not None:
             log.warning("image is written in full", job=capsule.job, reason=problem)
+        job_worker = self._worker.pid
+        if job_worker is not None:
+            self._job.dumping = DumpProgress(job_worker, resident)
         await warm
         self.staged.set()
 
@@ -192,14 +196,17 @@ class LocalParticipant:
         try:
             if self._leave_running:
                 await self._dump.resume()
+                self.freeze_s = time.monotonic() - self.frozen_at
                 await self._reopen()
                 await self._gpus.go()
             else:
                 await self._dump.end()
         finally:
+            self._job.dumping = None
             await self._gpus.close()
 
     async def undo(self) -> None:
+        self._job.dumping = None
         try:
             await self._worker.abandon()
             if self._dump is not None:

@@ -16,7 +16,7 @@ from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.errors import CapsuleError, CudaError, GpucrError, PeerLost, RestoreFailed
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
-from gpucr_hpc.model import Manifest
+from gpucr_hpc.model import Manifest, rfc3339
 from gpucr_hpc.units import format_duration
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ async def _restore(
     problems: of newer checkpoints; printed when the output has been rolled back, and before anything more comes.
     """
     start, context = time.monotonic(), job.context
+    job.timeouts = manifest.meta.get("timeouts", 0)
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
     ranks = list(range(1, len(job.geometry.nodes)))
     local = NodeRestore(job, manifest, ran_on=ran_on)
@@ -116,12 +117,15 @@ async def _restore(
         await _tell(job, supervisor, [*problems, *local.report])
         problems.clear()
         local.report.clear()
+        # From now on the job writes more than this set knows: it is the latest, and not one that the job left with.
+        await Catalog(context, local.worker, job.store_root).note_latest(job.job, manifest.checkpoint)
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
         await _all(part.run() for part in parts)
         took_s = time.monotonic() - start
         job.last = {
             "restored": manifest.checkpoint,
             "restore_s": round(took_s, 4),
+            "dump_s": manifest.meta["dump_s"],
             "from_node": manifest.meta["ranks"][0]["node"],
             "from_nodes": [rank["node"] for rank in manifest.meta["ranks"]],
         }
@@ -136,6 +140,7 @@ async def _restore(
     for part in parts:
         await part.close()
     await _tell(job, supervisor, local.report)
+    job.spawn(slurm.comment(job.job, f"gpucr: restored from {manifest.checkpoint} at {rfc3339()}"))
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 

@@ -13,6 +13,7 @@ from gpucr_hpc.cli import (
     cmd_checkpoint,
     cmd_config,
     cmd_doctor,
+    cmd_drain,
     cmd_inspect,
     cmd_key,
     cmd_list,
@@ -32,6 +33,9 @@ app = typer.Typer(
 )
 app.command("checkpoint")(cmd_checkpoint.checkpoint)
 app.command("status")(cmd_status.status)
+app.command("top")(cmd_status.top)
+app.command("drain")(cmd_drain.drain)
+app.command("undrain")(cmd_drain.undrain)
 app.command("list")(cmd_list.list_checkpoints)
 app.command("show")(cmd_show.show)
 app.command("inspect")(cmd_inspect.inspect)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import itertools
 import os
 import stat
@@ -11,6 +13,15 @@ from typing import Any
 from gpucr_hpc.capsule.processes import Process
 
 _WRITE = os.O_WRONLY | os.O_RDWR
+
+
+class FilesPolicy(enum.StrEnum):
+    """What a restore does about files that grew after the checkpoint: cut them and keep the tails beside; let the tails
+    stay in them; or refuse."""
+
+    ROLLBACK = "rollback"
+    KEEP = "keep"
+    REFUSE = "refuse"
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,17 @@ def _flags(pid: int, number: str) -> int:
             if line.startswith("flags:"):
                 return int(line.split()[1], 8)
     raise ValueError("no flags")
+
+
+def grown(files: list[OpenFile]) -> list[str]:
+    """A line for each file that is larger than at the dump."""
+    found = []
+    for file in files:
+        with contextlib.suppress(OSError):
+            more = os.stat(file.path, follow_symlinks=False).st_size - file.size_bytes
+            if more > 0:
+                found.append(f"{file.path} grew by {more} bytes after the checkpoint")
+    return found
 
 
 def roll_back(files: list[OpenFile], suffix: str) -> list[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.engine import inspection, pagemap, stream
-from gpucr_hpc.engine.openfiles import OpenFile, roll_back
+from gpucr_hpc.engine.openfiles import OpenFile, grown, roll_back
 from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError, UsageError
 from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
@@ -284,6 +284,10 @@ class Worker:
     def do_space(self) -> int:
         """Free bytes of the store's file system."""
         return self.store.free_bytes()
+
+    def do_grown(self, files: list[dict[str, Any]]) -> list[str]:
+        """Lines about files that grew since a checkpoint; this worker then runs as the job's user."""
+        return grown([OpenFile(**file) for file in files])
 
     def do_roll_back(self, files: list[dict[str, Any]], suffix: str) -> list[str]:
         """Cut files that grew since a checkpoint; this worker then runs as the job's user."""

@@ -164,4 +164,5 @@ def hosts(nodes: Sequence[str]) -> str:
 
 def gpucr_toml() -> str:
     """/etc/gpucr/gpucr.toml of every node."""
-    return f'[store]\nroot = "{STORE}"\nuser = "{STORE_USER}"\nallowed_roots = ["{HOMES}"]\n\n[agent]\noperators = []\n'
+    store = f'[store]\nroot = "{STORE}"\nuser = "{STORE_USER}"\nallowed_roots = ["{HOMES}"]\n'
+    return f'{store}\n[agent]\noperators = []\ncheckpoint_interval_min = "1s"\n'

@@ -1,17 +1,24 @@
-"""The only place that reads Slurm's output and changes jobs."""
+"""The only place that reads Slurm's output and changes jobs and nodes."""
 
-from gpucr_hpc.slurm.control import forgive, keep_away, requeue, requeue_hold
+from gpucr_hpc.slurm.control import comment, forgive, keep_away, requeue, requeue_hold
+from gpucr_hpc.slurm.nodes import drain, jobs_on, node_states, running_jobs, undrain
 from gpucr_hpc.slurm.query import JobInfo, config, enough_free_elsewhere, hostnames, job, node_addresses
 
 __all__ = [
     "JobInfo",
+    "comment",
     "config",
+    "drain",
     "enough_free_elsewhere",
     "forgive",
     "hostnames",
     "job",
+    "jobs_on",
     "keep_away",
     "node_addresses",
+    "node_states",
     "requeue",
     "requeue_hold",
+    "running_jobs",
+    "undrain",
 ]

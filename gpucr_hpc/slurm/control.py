@@ -50,8 +50,8 @@ async def forgive(job_id: str, excluded: str, restarts: int) -> None:
         )
 
 
-async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str) -> None:
-    """After a requeue: the same number of nodes, soon, and not these when enough others have room now.
+async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str, *, elsewhere: bool = True) -> None:
+    """After a requeue: the same number of nodes, soon, and with `elsewhere` not these when enough others have room now.
 
     excluded: nodes that the user himself excludes; those of earlier moves come off the list again. Without
     `requeue_delay` (before 25.11) slurmctld lets a requeued job wait for two minutes unless its begin time lies in
@@ -59,7 +59,7 @@ async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str) -> Non
     """
     changes = [f"NumNodes={len(nodes)}-{len(nodes)}"] if len(nodes) > 1 else []
     # A node that the user asks for and that is excluded would let the job wait for ever.
-    away = not info.required_nodes and await query.enough_free_elsewhere(info, nodes)
+    away = elsewhere and not info.required_nodes and await query.enough_free_elsewhere(info, nodes)
     wanted = ",".join(filter(None, [excluded, *(nodes if away else [])]))
     if wanted != info.excluded_nodes:
         changes.append(f"ExcNodeList={wanted}")
@@ -69,3 +69,10 @@ async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str) -> Non
         changes.append("StartTime=now+8")
     if changes:
         await run_async(["scontrol", "update", f"JobId={info.job}", *changes], timeout_s=_TIMEOUT_S, env=clean_env())
+
+
+async def comment(job_id: str, text: str) -> None:
+    """Put a line for administrators into the job's AdminComment; its failure costs nothing but that line."""
+    await run_async(
+        ["scontrol", "update", f"JobId={job_id}", f"AdminComment={text}"], timeout_s=_TIMEOUT_S, env=clean_env()
+    )

@@ -11,7 +11,7 @@ from typing import Any
 from gpucr_hpc.errors import JobUnknown, SlurmError, ToolFailed
 from gpucr_hpc.proc import Result, clean_env, run_async
 
-_PARSER = "--json=v0.0.42"
+PARSER = "--json=v0.0.42"
 _TIMEOUT_S = 20.0
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
@@ -63,7 +63,7 @@ async def _scontrol(*args: str) -> Result:
 async def job(job_id: str) -> JobInfo:
     """Ask for one job; raise JobUnknown when slurmctld has no such job, SlurmError when it does not answer."""
     try:
-        done = (await _scontrol("show", "job", job_id, _PARSER)).check()
+        done = (await _scontrol("show", "job", job_id, PARSER)).check()
     except ToolFailed as error:
         if "Invalid job id" in str(error):
             raise JobUnknown(job=job_id) from None
@@ -79,24 +79,29 @@ def parse_job(job_id: str, text: str) -> JobInfo:
         raise SlurmError(reason=f"unreadable answer about job {job_id}: {error}") from None
     for record in jobs:
         if str(record.get("job_id")) == job_id:
-            return JobInfo(
-                job=job_id,
-                uid=int(record.get("user_id", -1)),
-                states=frozenset(record.get("job_state", ())),
-                nodes=record.get("nodes") or "",
-                node_count=_number(record.get("node_count")),
-                batch_host=record.get("batch_host") or "",
-                partition=record.get("partition") or "",
-                restarts=int(record.get("restart_cnt") or 0),
-                preempt_time=_number(record.get("preempt_time")),
-                end_time=_number(record.get("end_time")),
-                excluded_nodes=record.get("excluded_nodes") or "",
-                required_nodes=record.get("required_nodes") or "",
-                cpus=_number(record.get("cpus")),
-                is_het=_number(record.get("het_job_id")) > 0,
-                requeueable=bool(record.get("requeue", False)),
-            )
+            return job_of(record)
     raise JobUnknown(job=job_id)
+
+
+def job_of(record: dict[str, Any]) -> JobInfo:
+    """JobInfo from one job of Slurm's JSON."""
+    return JobInfo(
+        job=str(record["job_id"]),
+        uid=int(record.get("user_id", -1)),
+        states=frozenset(record.get("job_state", ())),
+        nodes=record.get("nodes") or "",
+        node_count=_number(record.get("node_count")),
+        batch_host=record.get("batch_host") or "",
+        partition=record.get("partition") or "",
+        restarts=int(record.get("restart_cnt") or 0),
+        preempt_time=_number(record.get("preempt_time")),
+        end_time=_number(record.get("end_time")),
+        excluded_nodes=record.get("excluded_nodes") or "",
+        required_nodes=record.get("required_nodes") or "",
+        cpus=_number(record.get("cpus")),
+        is_het=_number(record.get("het_job_id")) > 0,
+        requeueable=bool(record.get("requeue", False)),
+    )
 
 
 def _number(value: Any) -> int:
@@ -116,7 +121,7 @@ async def hostnames(text: str) -> list[str]:
 
 async def node_addresses(nodes: list[str]) -> list[str]:
     """IPv4 addresses of nodes as Slurm knows them, in the order asked; raise SlurmError for one without."""
-    done = await _scontrol("show", "node", ",".join(nodes), _PARSER)
+    done = await _scontrol("show", "node", ",".join(nodes), PARSER)
     if done.status != 0:
         raise SlurmError(reason=f"cannot ask for nodes {','.join(nodes)}: {done.stderr.strip()}")
     known = {n.get("name"): n.get("address") or n.get("hostname") for n in json.loads(done.stdout)["nodes"]}
@@ -143,7 +148,7 @@ async def config() -> dict[str, str]:
 
 async def enough_free_elsewhere(info: JobInfo, here: list[str]) -> bool:
     """Whether as many nodes as the job has, other than these, have room for their part of it at this moment."""
-    done = await _scontrol("show", "nodes", _PARSER)
+    done = await _scontrol("show", "nodes", PARSER)
     if done.status != 0:
         return False
     cpus_per_node = -(-info.cpus // len(here))

@@ -26,7 +26,7 @@ _LONG_FLAGS = {
     "async", "contiguous", "disable-status", "exact", "help", "hold", "label", "multi-prog", "no-allocate",
     "overcommit", "overlap", "oversubscribe", "parsable", "preserve-env", "quiet", "quit-on-interrupt", "reboot",
     "resv-ports", "spread-job", "unbuffered", "usage", "use-min-nodes", "verbose", "version", "no-kill",
-    "wait-for-children", "checkpoint-on-preempt", "no-checkpoint", "external-launcher",
+    "wait-for-children", "checkpoint-on-preempt", "checkpoint-on-timeout", "no-checkpoint", "external-launcher",
 }  # fmt: skip
 _LONG_OPTIONAL = {
     "compress", "exclusive", "immediate", "kill-on-bad-exit", "nice", "oom-kill-step", "propagate", "pty",
@@ -44,7 +44,8 @@ _LONG_VALUES = {
     "partition", "power", "priority", "profile", "prolog", "qos", "relative", "reservation", "signal",
     "slurmd-debug", "sockets-per-node", "spread-segments", "stepmgr", "switches", "task-epilog", "task-prolog",
     "thread-spec", "threads", "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "wait",
-    "wckey", "checkpoint-interval", "checkpoint-dir", "checkpoint-nccl",
+    "wckey", "checkpoint-interval", "checkpoint-dir", "checkpoint-nccl", "checkpoint-files", "checkpoint-rounds",
+    "restore-from",
 }  # fmt: skip
 _ALL = _LONG_FLAGS | _LONG_OPTIONAL | _LONG_VALUES
 

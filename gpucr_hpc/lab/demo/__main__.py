@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.demo.operations import Drain, NodeFailure, Walltime
 from gpucr_hpc.lab.demo.preemption import MpiPreemption, Preemption
-from gpucr_hpc.lab.demo.scenario import Scenario, closing_lines, moved
+from gpucr_hpc.lab.demo.scenario import Show
 
 # One of these is chosen by its option; the first is the default.
-SCENARIOS: tuple[type[Scenario], ...] = (Preemption, MpiPreemption)
+SCENARIOS: tuple[type[Show], ...] = (Preemption, MpiPreemption, NodeFailure, Walltime, Drain)
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the show; 0 only when the job moved and its result is that of the undisturbed run."""
+    """Run the show; 0 only when the jobs went on elsewhere and their results are those of undisturbed runs."""
     default, *others = SCENARIOS
     parser = argparse.ArgumentParser(prog="demo", description=f"By default: {default.help} (root).")
     which = parser.add_mutually_exclusive_group()
@@ -37,7 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         say("a Slurm cluster of namespaces on this host: scripts/lab up")
         if running is None:
-            lab.up(options.scenario.lab_nodes)
+            lab.up(options.scenario.lab_nodes, options.scenario.lab_settings)
         else:
             lab.need_own_checkout()
             lab.up(len(running.nodes), running.settings)
@@ -50,13 +51,13 @@ def main(args: Sequence[str] | None = None) -> int:
         return error.exit_code
     finally:
         _leave(lab, scenario, keep=options.keep or was_up is not None)
-    print("\n".join(closing_lines(report)))
+    print("\n".join(scenario.closing(report)))
     if options.json:
         print(json.dumps(report))
-    return 0 if moved(report) and report["result_equal"] else 1
+    return 0 if scenario.passed(report) else 1
 
 
-def _leave(lab: Lab, scenario: Scenario | None, *, keep: bool) -> None:
+def _leave(lab: Lab, scenario: Show | None, *, keep: bool) -> None:
     if scenario is not None:
         scenario.clean()
     if not keep:

@@ -84,7 +84,8 @@ def told(event: Event) -> list[str]:
             return [
                 f"{event.node}: all tasks frozen, {fields['signal_to_frozen_s']} s after the signal",
                 f"{event.node}: dumped in {fields['dump_s']} s: {format_bytes(plain)}, {format_bytes(stored)} stored",
-                f"{event.node}: committed in {fields['commit']} s, requeued, node released",
+                f"{event.node}: committed in {fields['commit']} s"
+                + (", the job goes on" if "freeze_s" in fields else ", requeued, node released"),
             ]
         case "restored":
             return [f"{event.node}: restored in {fields['took_s']} s, the job goes on"]

@@ -14,17 +14,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from gpucr_hpc.errors import LabError
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.conf import CONTROLLER, HOMES
-from gpucr_hpc.lab.demo.events import Events, told
+from gpucr_hpc.lab.demo.events import Event, Events, told
 from gpucr_hpc.lab.nodes import CHECKOUT, USERS
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.units import format_bytes
 
-_BACK_LIMIT_S, _END_LIMIT_S, _START_LIMIT_S = 120, 180, 60
+_BACK_LIMIT_S, _START_LIMIT_S = 120, 60
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,17 @@ RING = Program(
 )  # fmt: skip
 
 
-class Scenario(ABC):
-    """One show on a lab that is up; a subclass says which program and what happens to its job.
+class Show(ABC):
+    """Something to be seen on a lab that is up.
 
-    option: of scripts/demo that chooses it, empty for the default. lab_nodes: of the lab that is started for it.
+    option: of scripts/demo that chooses it, empty for the default. lab_nodes, lab_settings: of the lab that is started
+    for it.
     """
 
     option: ClassVar[str] = ""
     help: ClassVar[str]
     lab_nodes: ClassVar[int] = 4
-    program: ClassVar[Program] = ITERATE
+    lab_settings: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, lab: Lab, say: Callable[[str], None]) -> None:
         self.lab, self._say_line = lab, say
@@ -84,40 +86,16 @@ class Scenario(ABC):
         self._jobs: list[int] = []
 
     @abstractmethod
-    def disturb(self, job: int, nodes: Sequence[str]) -> None:
-        """Do to the job, which runs on `nodes`, what the scenario is about; returns at once."""
-
     def run(self) -> dict[str, Any]:
         """The whole show; the report of it."""
-        lab, program = self.lab, self.program
-        names = lab.nodes()[1:]
-        if len(names) < 3 * program.nodes:
-            raise LabError(reason=f"the demo needs {3 * program.nodes} nodes, the lab that is up has {len(names)}")
-        self._place_files()
-        call, beside = [program.files[0], *program.words], ",".join(names[-program.nodes :])
-        reference = self.submit("alice", "-w", beside, *call)
-        job = self.submit("alice", "-x", beside, *call)
-        self.say(f"alice: sbatch {' '.join(call)}  (twice; the script says #SBATCH --checkpoint-on-preempt)")
-        events = Events(lab)
-        source = lab.hostnames(lab.wait_job(job, "RUNNING")["nodes"])
-        lab.wait_job(reference, "RUNNING")
-        self.say(f"job {reference} runs undisturbed on {beside}, job {job} runs on {','.join(source)}")
-        at = f"step {program.act_at} of job {job}"
-        wait_until(lambda: program.done(self._output(job)) >= program.act_at, _START_LIMIT_S, at)
-        self.say(f"job {job} is at step {program.done(self._output(job))} of {program.total}")
-        self.disturb(job, source)
-        target = self._watch(job, events, source)
-        record = self._record(events, target)
-        shown = self._wait_end(reference, job)
-        self.say(f"both jobs are over; job {job} was started {shown['restart_cnt'] + 1} times by Slurm")
-        equal = self._compare(reference, job)
-        return {
-            "job_id": job,
-            **places(source, lab.hostnames(shown["nodes"])),
-            "restarts": shown["restart_cnt"],
-            "result_equal": equal,
-            **record,
-        }
+
+    @abstractmethod
+    def passed(self, report: dict[str, Any]) -> bool:
+        """Whether it went as it should."""
+
+    @abstractmethod
+    def closing(self, report: dict[str, Any]) -> list[str]:
+        """The report for people."""
 
     def clean(self) -> None:
         """End what still runs of the show and remove its files."""
@@ -125,8 +103,6 @@ class Scenario(ABC):
             return
         self.lab.exec(CONTROLLER, ["scancel", *map(str, self._jobs)], check=False)
         shutil.rmtree(self._directory, ignore_errors=True)
-
-    # --- for subclasses -------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
         self._say_line(f"[{time.monotonic() - self._start:5.1f} s] {text}")
@@ -139,17 +115,77 @@ class Scenario(ABC):
         self._jobs.append(job)
         return job
 
-    # --- steps of it ----------------------------------------------------------------------------------------
-
-    def _place_files(self) -> None:
+    def place_files(self, *names: str) -> None:
+        """Copy examples into alice's directory."""
         self._directory.mkdir(parents=True)
-        for name in self.program.files:
+        for name in names:
             shutil.copy2(CHECKOUT / "examples" / name, self._directory / name)
         for path in (self._directory, *self._directory.iterdir()):
             os.chown(path, USERS["alice"], 100)
 
+    def output_file(self, kind: str, job: int) -> Path:
+        """Where a job of example `kind` writes."""
+        return self._directory / f"{kind}-{job}.out"
+
+
+class Scenario(Show):
+    """One job goes on elsewhere; a subclass says which program and what happens to its job.
+
+    job_options: of sbatch, for the job that is disturbed.
+    """
+
+    program: ClassVar[Program] = ITERATE
+    job_options: ClassVar[tuple[str, ...]] = ()
+    end_limit_s: ClassVar[float] = 180
+
+    @abstractmethod
+    def disturb(self, job: int, nodes: Sequence[str]) -> None:
+        """Do to the job, which runs on `nodes`, what the scenario is about; returns at once."""
+
+    def run(self) -> dict[str, Any]:
+        """The whole show; the report of it."""
+        lab, program = self.lab, self.program
+        names = lab.nodes()[1:]
+        if len(names) < 3 * program.nodes:
+            raise LabError(reason=f"the demo needs {3 * program.nodes} nodes, the lab that is up has {len(names)}")
+        self.place_files(*self.program.files)
+        call, beside = [program.files[0], *program.words], ",".join(names[-program.nodes :])
+        reference = self.submit("alice", "-w", beside, *call)
+        job = self.submit("alice", "-x", beside, *self.job_options, *call)
+        self.say(f"alice: sbatch {' '.join(call)}  (twice; the script says #SBATCH --checkpoint-on-preempt)")
+        if self.job_options:
+            self.say(f"  job {job} with {' '.join(self.job_options)}")
+        events = Events(lab)
+        source = lab.hostnames(lab.wait_job(job, "RUNNING")["nodes"])
+        lab.wait_job(reference, "RUNNING")
+        self.say(f"job {reference} runs undisturbed on {beside}, job {job} runs on {','.join(source)}")
+        at = f"step {program.act_at} of job {job}"
+        wait_until(lambda: program.done(self._output(job)) >= program.act_at, _START_LIMIT_S, at)
+        self.say(f"job {job} is at step {program.done(self._output(job))} of {program.total}")
+        self.disturb(job, source)
+        target = self._watch(job, events, source)
+        record = self.record(events, target)
+        shown = self._wait_end(reference, job)
+        self.say(f"both jobs are over; job {job} was started {shown['restart_cnt'] + 1} times by Slurm")
+        equal = self._compare(reference, job)
+        return {
+            "job_id": job,
+            **places(source, lab.hostnames(shown["nodes"])),
+            "restarts": shown["restart_cnt"],
+            "result_equal": equal,
+            **record,
+        }
+
+    def passed(self, report: dict[str, Any]) -> bool:
+        return moved(report) and bool(report["result_equal"])
+
+    def closing(self, report: dict[str, Any]) -> list[str]:
+        return closing_lines(report)
+
+    # --- steps of it ----------------------------------------------------------------------------------------
+
     def _output(self, job: int) -> list[str]:
-        path = self._directory / f"{self.program.files[0].removesuffix('.sh')}-{job}.out"
+        path = self.output_file(self.program.files[0].removesuffix(".sh"), job)
         return path.read_text(errors="replace").splitlines() if path.exists() else []
 
     def _watch(self, job: int, events: Events, source: Sequence[str]) -> str:
@@ -172,20 +208,23 @@ class Scenario(ABC):
             time.sleep(0.1)
         raise LabError(reason=f"job {job} did not come back from {','.join(source)} within {_BACK_LIMIT_S} s")
 
-    def _record(self, events: Events, target: str) -> dict[str, Any]:
+    def left_at(self, committed: Event) -> float:
+        """When the job left its nodes, in seconds since 1970; the event: of its last checkpoint."""
+        return committed.when - float(committed.fields["finish"])
+
+    def record(self, events: Events, target: str) -> dict[str, Any]:
         """Phases and sizes of the move, from the agents and the manifest, while the checkpoint still exists."""
         left, back = events.last("checkpoint committed"), events.last("restored")
         checkpoint = left.fields["checkpoint"]
         shown = self.lab.exec(target, ["gpucr", "show", checkpoint, "--json"], user="alice").stdout
         manifest = json.loads(shown)
         images, meta = manifest["images"], manifest["meta"]
-        requeued = left.when - float(left.fields["finish"])
         restore_s = float(back.fields["took_s"])
         phases = {
             "signal_to_frozen": meta["signal_to_frozen_s"],
             "dump": meta["dump_s"],
             "commit": float(left.fields["commit"]),
-            "requeue_to_running": round(back.when - restore_s - requeued, 3),
+            "requeue_to_running": round(back.when - restore_s - self.left_at(left), 3),
             "restore": restore_s,
         }
         return {
@@ -201,7 +240,7 @@ class Scenario(ABC):
             time.sleep(2)
             return all(any(line.startswith("RESULT") for line in self._output(j)) for j in (reference, job))
 
-        wait_until(over, _END_LIMIT_S, "the results")
+        wait_until(over, self.end_limit_s, "the results")
         self.lab.wait_job(reference, "COMPLETED")
         return self.lab.wait_job(job, "COMPLETED")
 
@@ -253,5 +292,6 @@ def closing_lines(report: dict[str, Any]) -> list[str]:
         f"  restore             {phases['restore']:7.3f} s",
         f"  size                {format_bytes(report['bytes_plain'])} plain, {format_bytes(report['bytes_stored'])} "
         "compressed and encrypted",
+        *([f"  lost work           {report['lost_work_s']:7.3f} s"] if "lost_work_s" in report else []),
         f"result equal to the undisturbed run: {'yes' if report['result_equal'] else 'NO'}",
     ]

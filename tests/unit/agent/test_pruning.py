@@ -16,6 +16,7 @@ from site_sample import IDS, JOB, Site
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent.control import Control
+from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.config import load
 from gpucr_hpc.engine.worker import Worker
 from gpucr_hpc.errors import CheckpointMissing, JobUnknown, SlurmError, UsageError
@@ -75,7 +76,7 @@ def control(site: Site) -> Control:
         trusted=[signing.public],
         worker=lambda root, _uid, _gid: InProcess(root),
     )
-    return Control(context, {}, operators={3000})
+    return Control(context, {}, {3000}, Orders(context, {}, {3000}))
 
 
 def ask(control: Control, verb: str, uid: int = OWNER, **fields: Any) -> Any:

@@ -1,0 +1,162 @@
+"""Checkpoints by the clock: every interval, and before the time limit.
+
+One loop for all jobs that this agent leads. When something is due follows from what is in the jobs' journals, so a
+restarted agent goes on with the same times.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpucr_hpc import slurm
+from gpucr_hpc.agent import lead
+from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.errors import Busy, GpucrError
+from gpucr_hpc.log import Log
+
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.job import ProtectedJob
+
+log = Log(__name__)
+
+_TICK_S = 0.5
+_RETRY_S = 60.0  # after a failure, unless the interval is shorter
+_ASK_S = 300.0  # how often slurmctld is asked for the time limit, which may be changed
+_CLOSE_S = 900.0  # before the end as it was known: asked more often
+_ASK_CLOSE_S = 30.0
+
+
+@dataclass
+class Times:
+    """When a job's next checkpoints are due. All in seconds since 1970; 0 means not known.
+
+    run: Slurm's restart count for which these hold. began: when that run was first seen. mark: last checkpoint by the
+    clock. end: of the time limit, as slurmctld said at `asked`. retry: not before this the job tries to leave (again).
+    last_word: nothing more is to be done before the limit.
+    """
+
+    run: int = -1
+    began: float = 0.0
+    mark: float = 0.0
+    retry: float = 0.0
+    end: float = 0.0
+    asked: float = 0.0
+    last_word: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def interval_due(self, interval_s: float, now: float) -> bool:
+        """Whether the next checkpoint of an interval is due."""
+        return interval_s > 0 and now >= self.mark + interval_s
+
+    def question_due(self, now: float) -> bool:
+        """Whether slurmctld is to be asked for the time limit."""
+        return now - self.asked >= (_ASK_CLOSE_S if self.end and self.end - now < _CLOSE_S else _ASK_S)
+
+    def limit_due(self, margin_s: float, now: float) -> bool:
+        """Whether the time limit is so near that the job must leave now. At least half of its time it may run: a job
+        with a short limit would do nothing but move."""
+        if not self.end or self.last_word or now < self.retry:
+            return False
+        return now >= self.end - min(margin_s, (self.end - self.began) / 2)
+
+
+def margin_s(configured_s: float, last: Mapping[str, Any]) -> float:
+    """Seconds before the time limit at which a job leaves: the configured ones, and twice its last dump."""
+    return configured_s + 2 * float(last.get("dump_s", 0.0))
+
+
+class Clock:
+    """The loop."""
+
+    def __init__(self, jobs: dict[str, ProtectedJob]) -> None:
+        self._jobs = jobs
+        self._under_way: set[str] = set()
+
+    async def run(self) -> None:
+        """For ever."""
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for name, job in list(self._jobs.items()):
+                if job.node_rank == 0 and job.phase is Phase.RUNNING and job.capsule and name not in self._under_way:
+                    self._look(job)
+
+    def _look(self, job: ProtectedJob) -> None:
+        now, times = time.time(), job.times
+        if times.run != job.run:
+            job.times = times = Times(run=job.run, began=now, mark=now)
+            job.save()
+        margin = margin_s(job.context.config.agent.timeout_margin_s, job.last)
+        if job.policy.on_timeout and times.question_due(now):
+            self._start(job, self._ask(job))
+        elif job.policy.on_timeout and times.limit_due(margin, now):
+            self._start(job, self._leave(job))
+        elif times.interval_due(job.policy.interval_s, now):
+            self._start(job, self._periodic(job))
+
+    def _start(self, job: ProtectedJob, work: Any) -> None:
+        async def guarded() -> None:
+            try:
+                await work
+            finally:
+                self._under_way.discard(job.job)
+
+        self._under_way.add(job.job)
+        job.spawn(guarded())
+
+    async def _periodic(self, job: ProtectedJob) -> None:
+        times, interval_s = job.times, job.policy.interval_s
+        began = time.time()
+        try:
+            await lead.checkpoint(job, "interval", leave=False)
+            # A store that is slow must not have the job frozen all the time.
+            times.mark = max(began, time.time() - interval_s / 2)
+        except Busy:
+            return
+        except GpucrError as error:
+            times.mark = time.time() - interval_s + min(interval_s, _RETRY_S)
+            log.error("checkpoint failed", job=job.job, reason="interval", error=str(error))
+        job.save()
+
+    async def _ask(self, job: ProtectedJob) -> None:
+        times = job.times
+        times.asked = time.time()
+        try:
+            info = await slurm.job(job.job)
+        except GpucrError as error:
+            log.warning("time limit not known", job=job.job, error=str(error))
+            return
+        if info.running and float(info.end_time) != times.end:
+            times.end, times.last_word = float(info.end_time), False
+            job.save()
+
+    async def _leave(self, job: ProtectedJob) -> None:
+        """The time limit comes near: go, if a round is left; else one more set is kept for `--restore-from`."""
+        times, policy = job.times, job.policy
+        try:
+            info = await slurm.job(job.job)
+            if not info.running or info.being_preempted:
+                return  # its end, or a preemption, is dealt with by itself
+            if info.end_time > times.end:
+                times.end = float(info.end_time)  # it was given more time meanwhile
+                return
+            leave = job.timeouts < policy.rounds
+            if not leave:
+                times.last_word = True
+                await job.tell(
+                    f"the time limit comes near, and the job has gone on {job.timeouts} times: it ends at the limit. "
+                    "Its last checkpoint stays: sbatch --restore-from"
+                )
+            await lead.checkpoint(job, "timeout", leave=leave, info=info)
+        except Busy:
+            return
+        except GpucrError as error:
+            log.error("checkpoint failed", job=job.job, reason="timeout", error=str(error))
+            times.retry = time.time() + job.context.config.agent.timeout_margin_s / 4
+        finally:
+            job.save()
