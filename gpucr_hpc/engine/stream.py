@@ -28,6 +28,7 @@ from gpucr_hpc.wire import peer_of
 CAPTURE_SOCKET = "streamer-capture.sock"
 SERVE_SOCKET = "streamer-serve.sock"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
+_PAGES = re.compile(r"pages-[0-9]+\.img")
 _PAGEMAP = re.compile(r"pagemap-([0-9]+)\.img")
 _MAX_REQUEST_BYTES = 4096
 _PIPE_BYTES = 1 << 20  # the kernel's default limit for unprivileged users (pipe-max-size)
@@ -230,4 +231,5 @@ class Serve(_Connection):
 
     def _pump(self, name: str, fd: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # CRIU may stop reading; it decides whether that is an error
-            self._reader.copy_to_fd(name, fd, self._patches.get(name, ()))
+            # CRIU reads memory; what was in the job's pipes it splices into new ones (criu/pipes.c).
+            self._reader.copy_to_fd(name, fd, self._patches.get(name, ()), lending=_PAGES.fullmatch(name) is not None)

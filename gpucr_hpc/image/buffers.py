@@ -9,6 +9,8 @@ library is called through ctypes where the system has it (Debian's dpkg and syst
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import threading
 
 import lz4.block
@@ -16,17 +18,27 @@ import lz4.block
 _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_vmsplice = ctypes.CDLL(None, use_errno=True).vmsplice
+_vmsplice.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint)
+_vmsplice.restype = ctypes.c_ssize_t
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class Buffer:
-    """`size` bytes; view: all of them; address: where they lie, for the lifetime of the buffer."""
+    """`size` bytes from a page's beginning on; view: all of them; address: where they lie, for the buffer's lifetime.
+
+    A mapping of its own: its pages may be in a pipe still when it is dropped, and stay whole there.
+    """
 
     __slots__ = ("_hold", "address", "size", "view")
 
     def __init__(self, size: int) -> None:
-        data = bytearray(size)
-        self._hold = (ctypes.c_char * size).from_buffer(data)
-        self.address, self.size, self.view = ctypes.addressof(self._hold), size, memoryview(data)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._hold = (ctypes.c_char * size).from_buffer(memory)
+        self.address, self.size, self.view = ctypes.addressof(self._hold), size, memoryview(memory)
 
 
 class Pool:
@@ -62,6 +74,19 @@ class PerThread:
         if buffer is None:
             buffer = self._local.buffer = Buffer(self._size)
         return buffer
+
+
+def lend(fd: int, buffer: Buffer, at: int, size: int) -> int:
+    """Put pages of a buffer into a pipe without a copy: the bytes taken, from `at` on.
+
+    Until the pipe's reader has taken them the buffer must not be written to. OSError as from vmsplice(2).
+    """
+    part = _Range(buffer.address + at, size)
+    taken: int = _vmsplice(fd, ctypes.byref(part), 1, 0)
+    if taken < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return taken
 
 
 def equal(one: Buffer, other: Buffer, size: int) -> bool:

@@ -7,6 +7,7 @@ file without a descriptor (MemoryStore) is served under a lock.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import select
@@ -19,6 +20,10 @@ from gpucr_hpc.errors import store_error
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
 _MAX_WORKERS = 16
+_BEHIND_BYTES = 16 << 20
+_START_WRITING = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2)
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def default_workers() -> int:
@@ -26,11 +31,14 @@ def default_workers() -> int:
     return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-def widen_pipe(fd: int) -> None:
-    """Make a pipe 1 MiB large; a refusal (the user's limit) only costs time. Raises OSError for a bad fd."""
-    if stat.S_ISFIFO(os.fstat(fd).st_mode):
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+def widen_pipe(fd: int) -> int:
+    """Make a pipe 1 MiB large; a refusal (the user's limit) only costs time. Its size in bytes, 0 for anything but a
+    pipe. Raises OSError for a bad fd."""
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return 0
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
 
 
 def wait_for(fd: int, event: int) -> None:
@@ -55,6 +63,7 @@ class PlacedFile:
         self._file = file
         self._fd = _descriptor(file)
         self._lock = threading.Lock()
+        self._unsynced = 0
 
     def size(self) -> int:
         """Size in bytes."""
@@ -87,7 +96,13 @@ class PlacedFile:
         return done
 
     def write_at(self, data: memoryview | bytes, offset: int) -> None:
-        """Write all of `data` at `offset`."""
+        """Write all of `data` at `offset`. Now and then the kernel is asked to begin with the disk's part, so that
+        little is left for sync."""
+        if self._fd is not None:
+            self._unsynced += len(data)
+            if self._unsynced >= _BEHIND_BYTES:
+                self._unsynced = 0
+                _sync_file_range(self._fd, 0, 0, _START_WRITING)
         left = memoryview(data)
         try:
             while left:

@@ -8,6 +8,7 @@ its tag before any byte of it is written. Chunks are read ahead on a pool, AHEAD
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import select
 from collections import deque
@@ -19,7 +20,7 @@ from cryptography.exceptions import InvalidTag
 
 from gpucr_hpc.errors import IntegrityError, ObjectMissing, UsageError
 from gpucr_hpc.image import layout, version1
-from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress
+from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress, lend
 from gpucr_hpc.image.chunks import (
     CHUNK_BYTES,
     INDEX_PACK,
@@ -37,8 +38,10 @@ from gpucr_hpc.model import ImageEntry, LinkedPack, PackEntry
 
 #: Chunks of one stream that are read before they are asked for; also its memory in MiB.
 AHEAD = 8
+#: Smaller pieces are copied into a pipe.
+_WORTH_LENDING_BYTES = 64 << 10
 
-_Piece = tuple[memoryview, Buffer | None]
+_Piece = tuple[memoryview, Buffer]
 _Part = PackEntry | LinkedPack
 
 
@@ -106,32 +109,38 @@ class ImageReader:
 
     def read(self, name: str) -> bytes:
         """A whole (small) stream."""
-        return b"".join([bytes(piece) for piece in self._pieces(self._stream(name))])
+        return b"".join([bytes(piece) for piece in self.pieces(name)])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """A stream in pieces of at most CHUNK_BYTES, each checked, and valid until the next is asked for."""
-        return self._pieces(self._stream(name))
+        for piece, buffer in self._pieces(self._stream(name)):
+            yield piece
+            self._give_back(buffer)
 
-    def copy_to_fd(self, name: str, fd: int, patches: Iterable[tuple[int, bytes]] = ()) -> int:
+    def copy_to_fd(
+        self, name: str, fd: int, patches: Iterable[tuple[int, bytes]] = (), *, lending: bool = False
+    ) -> int:
         """Write a stream to a pipe or file; its size. The caller closes fd, which is the end of the stream.
 
-        patches: offset and bytes that take the place of the stream's own.
+        patches: offset and bytes that take the place of the stream's own. lending: the other end of the pipe copies
+        what it reads; one that splices pages on would see them change.
 
         A damaged chunk raises IntegrityError before any byte of it is written. Raises BrokenPipeError when
         the other side has closed, OSError (of the descriptor), UsageError (no such stream).
         """
         stream = self._stream(name)
-        widen_pipe(fd)
+        slots = widen_pipe(fd) // mmap.PAGESIZE
+        pipe = Lender(fd, slots, self._buffers) if slots and lending else None
         position = 0
-        for piece in self._pieces(stream):
+        for piece, buffer in self._pieces(stream):
             size = len(piece)
-            piece = _patched(piece, position, patches)
+            touched = [patch for patch in patches if patch[0] < position + size and position < patch[0] + len(patch[1])]
+            if pipe is not None and not touched and size >= _WORTH_LENDING_BYTES:
+                pipe.put(buffer, size)
+            else:
+                write_all(fd, _patched(piece, position, touched) if touched else piece)
+                self._give_back(buffer)
             position += size
-            while piece:
-                try:
-                    piece = piece[os.write(fd, piece) :]
-                except BlockingIOError:
-                    wait_for(fd, select.POLLOUT)
         return stream.size_bytes
 
     def verify(self, deep: bool = False) -> None:
@@ -141,8 +150,8 @@ class ImageReader:
         for part, file in zip(parts, self._files, strict=True):
             self._check_size(part, file)
         if deep:
-            for stream in self.index.streams.values():
-                for _ in self._pieces(stream):
+            for name in self.index.streams:
+                for _ in self.pieces(name):
                     pass
 
     # --- opening ----------------------------------------------------------------------------------------
@@ -226,8 +235,12 @@ class ImageReader:
         except KeyError:
             raise UsageError(reason=f"image {self._rank} has no stream {name!r}") from None
 
-    def _pieces(self, stream: layout.Stream) -> Iterator[memoryview]:
-        """Plain bytes chunk by chunk, in order; each is valid until the next is asked for."""
+    def _give_back(self, buffer: Buffer) -> None:
+        if buffer is not ZEROS:
+            self._buffers.give(buffer)
+
+    def _pieces(self, stream: layout.Stream) -> Iterator[tuple[memoryview, Buffer]]:
+        """Plain bytes chunk by chunk, in order, each the beginning of a buffer that the caller gives back."""
         waiting: deque[Future[_Piece]] = deque()
         asked = 0
         try:
@@ -235,19 +248,16 @@ class ImageReader:
                 while asked < len(stream) and len(waiting) < AHEAD:
                     waiting.append(self._pool.submit(self._fetch, stream, asked))
                     asked += 1
-                piece, buffer = waiting.popleft().result()
-                yield piece
-                if buffer is not None:
-                    self._buffers.give(buffer)
+                yield waiting.popleft().result()
         finally:
             for future in waiting:
                 future.cancel()
 
     def _fetch(self, stream: layout.Stream, sequence: int) -> _Piece:
-        """On a worker: read, check, open and expand one chunk; the buffer to give back, if any."""
+        """On a worker: read, check, open and expand one chunk."""
         chunk = stream.chunk(sequence)
         if chunk.kind == ChunkKind.ZERO:
-            return ZEROS.view[: chunk.plain], None
+            return ZEROS.view[: chunk.plain], ZEROS
         origin, packs = self._origins[chunk.source]
         file, sealed, plain = packs[chunk.pack], self._read.get(), self._buffers.take()
         view = sealed.view[: chunk.stored + TAG_BYTES]
@@ -269,12 +279,48 @@ class ImageReader:
         return plain.view[: chunk.plain], plain
 
 
+def write_all(fd: int, piece: memoryview) -> None:
+    """Write everything, waiting where the other side is slow."""
+    while piece:
+        try:
+            piece = piece[os.write(fd, piece) :]
+        except BlockingIOError:
+            wait_for(fd, select.POLLOUT)
+
+
+class Lender:
+    """Puts buffers into a pipe without a copy, and gives them back to their pool when the reader has taken them.
+
+    A pipe holds at most as many pages as it has slots: when that many have gone in behind a buffer, it is out.
+    """
+
+    def __init__(self, fd: int, slots: int, pool: Pool) -> None:
+        self._fd, self._slots, self._pool = fd, slots, pool
+        self._lent: deque[tuple[int, Buffer]] = deque()
+        self._total = 0
+
+    def put(self, buffer: Buffer, size: int) -> None:
+        """The first `size` bytes of a buffer. Raises OSError, BrokenPipeError."""
+        at = 0
+        while at < size:
+            try:
+                taken = lend(self._fd, buffer, at, size - at)
+            except BlockingIOError:
+                wait_for(self._fd, select.POLLOUT)
+                continue
+            # Every page that begins in this part has a slot of its own, and no slot holds more than a page.
+            self._total += taken // mmap.PAGESIZE
+            at += taken
+        if buffer is not ZEROS:
+            self._lent.append((self._total, buffer))
+        while self._lent and self._total - self._lent[0][0] >= self._slots:
+            self._pool.give(self._lent.popleft()[1])
+
+
 def _patched(piece: memoryview, position: int, patches: Iterable[tuple[int, bytes]]) -> memoryview:
-    """A piece of a stream that begins at `position`, with the patches that touch it applied to a copy."""
+    """A copy of a piece of a stream that begins at `position`, with the patches that touch it."""
+    copy = bytearray(piece)
     for offset, data in patches:
         start, end = max(offset, position), min(offset + len(data), position + len(piece))
-        if start < end:
-            copy = bytearray(piece)
-            copy[start - position : end - position] = data[start - offset : end - offset]
-            piece = memoryview(copy)
-    return piece
+        copy[start - position : end - position] = data[start - offset : end - offset]
+    return memoryview(copy)

@@ -315,6 +315,7 @@ class Ours:
             await worker.call("publish", manifest=base64.b64encode(data).decode())
             run.durable_s = time.monotonic() - start
             run.peak_bytes = peak_of(worker)
+            run.notes |= times_of(worker)
             await dump.resume()
             run.freeze_s = time.monotonic() - frozen.frozen_at
             await network.unlock(JOB)
@@ -340,6 +341,7 @@ class Ours:
         await network.unlock(JOB)
         run.restore_s = time.monotonic() - start
         run.notes["restore_peak_bytes"] = peak_of(worker)
+        run.notes |= {f"restore_{name}": seconds for name, seconds in times_of(worker).items()}
         await worker.close()
 
 
@@ -348,6 +350,13 @@ def peak_of(worker: WorkerClient) -> int:
     assert worker.pid is not None
     status = Path(f"/proc/{worker.pid}/status").read_text()
     return int(next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))) * 1024
+
+
+def times_of(worker: WorkerClient) -> dict[str, float]:
+    """CPU seconds of a worker so far."""
+    fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+    tick = os.sysconf("SC_CLK_TCK")
+    return {"worker_user_s": int(fields[11]) / tick, "worker_system_s": int(fields[12]) / tick}
 
 
 # --- one tree ---------------------------------------------------------------------------------------------

@@ -209,6 +209,45 @@ def test_non_blocking_pipes(staging):
     assert data == got[0]
 
 
+@pytest.mark.parametrize("pipe_bytes", [4096, 1 << 16, 1 << 20])
+def test_lent_pages_are_not_written_to_while_they_are_in_the_pipe(staging, monkeypatch, pipe_bytes):
+    """A slow reader gets every byte right, whatever is done with the buffers meanwhile."""
+    monkeypatch.setattr("gpucr_hpc.image.files.PIPE_BYTES", pipe_bytes)
+    parts = [os.urandom(CHUNK_BYTES), bytes(CHUNK_BYTES), b"word" * (CHUNK_BYTES // 4), os.urandom(70_001)]
+    data = b"".join(parts[:3] * 12) + parts[3]
+    image = writer(staging)
+    with image.stream("a") as stream:
+        stream.write(data)
+    with reader(staging.open, image.finish()) as back:
+        kept = back._buffers.give
+        given = []
+
+        def spoil(buffer: Buffer) -> None:
+            given.append(buffer)
+            buffer.view[:] = b"!" * CHUNK_BYTES
+            kept(buffer)
+
+        monkeypatch.setattr(back._buffers, "give", spoil)
+        source, sink = os.pipe()
+        got = []
+
+        def slow() -> None:
+            while part := os.read(source, 50_000):
+                got.append(part)
+
+        drain = threading.Thread(target=slow)
+        drain.start()
+        patches = [(5, b"patched"), (2 * CHUNK_BYTES - 2, b"over the edge")]
+        back.copy_to_fd("a", sink, patches, lending=True)
+        os.close(sink)
+        drain.join()
+        os.close(source)
+    assert given
+    for at, new in patches:
+        data = data[:at] + new + data[at + len(new) :]
+    assert data == b"".join(got)
+
+
 def test_files_and_bad_descriptors(staging, tmp_path):
     """A regular file is copied too; a closed descriptor is an OSError."""
     path = tmp_path / "source"
