@@ -187,7 +187,7 @@ class Capture(_Connection):
             self._changed.notify_all()
 
     def _pump(self, name: str, fd: int) -> None:
-        with self._writer.stream(name) as file:
+        with self._writer.stream(name, pages=_PAGES.fullmatch(name) is not None) as file:
             found = _PAGEMAP.fullmatch(name)
             if found is None:
                 file.copy_fd(fd)

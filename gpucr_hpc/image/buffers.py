@@ -89,9 +89,9 @@ def lend(fd: int, buffer: Buffer, at: int, size: int) -> int:
     return taken
 
 
-def equal(one: Buffer, other: Buffer, size: int) -> bool:
-    """Whether the first `size` bytes are the same."""
-    return not _memcmp(one.address, other.address, size)
+def equal(one: Buffer, at: int, other: Buffer, size: int) -> bool:
+    """Whether `size` bytes of one from `at` on are those at the beginning of the other."""
+    return not _memcmp(one.address + at, other.address, size)
 
 
 class _System:

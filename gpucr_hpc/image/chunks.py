@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 TAG_BYTES = 16
 #: Length of an image key.
 KEY_BYTES = 32
-#: LZ4 is tried on this much at each of four places of a chunk first: incompressible data costs a sixteenth of a try.
+#: LZ4 is tried on this much at each of four places of a chunk first: incompressible data costs a part of a try.
 SAMPLE_BYTES = 16 << 10
 #: Images per checkpoint and packs per image fit the nonce; the last pack number means the index.
 MAX_IMAGES = 1 << 16
@@ -66,23 +66,22 @@ def nonce(node_rank: int, pack: int, offset: int) -> bytes:
     return _NONCE.pack(node_rank, pack, offset)
 
 
-def is_zero(buffer: Buffer, size: int) -> bool:
-    """True when the first `size` bytes are zero."""
-    return not size or (not buffer.view[0] and equal(buffer, ZEROS, size))
+def is_zero(buffer: Buffer, at: int, size: int) -> bool:
+    """True when `size` bytes from `at` on are zero."""
+    return not size or (not buffer.view[at] and equal(buffer, at, ZEROS, size))
 
 
-def squeeze(plain: Buffer, size: int, room: Buffer) -> int:
+def squeeze(plain: Buffer, at: int, size: int, room: Buffer) -> int:
     """Put the LZ4 block of a chunk into `room`; its length, or 0 where it is not below 7/8 of the size.
 
-    A few samples decide whether it is tried at all. Raw and LZ4 chunks both may be half of a mixed chunk: 1 MiB
-    chunks of real memory are mostly of one kind.
+    A few samples decide whether it is tried at all.
     """
     if size >= 8 * SAMPLE_BYTES:
         step = (size - SAMPLE_BYTES) // 3
-        sizes = [compress(plain, at * step, SAMPLE_BYTES, room, SAMPLE_BYTES) for at in range(4)]
+        sizes = [compress(plain, at + number * step, SAMPLE_BYTES, room, SAMPLE_BYTES) for number in range(4)]
         if sum(found or SAMPLE_BYTES for found in sizes) * 8 >= 4 * SAMPLE_BYTES * 7:
             return 0
-    return compress(plain, 0, size, room, (size * 7 - 1) // 8) if size > 1 else 0
+    return compress(plain, at, size, room, (size * 7 - 1) // 8) if size > 1 else 0
 
 
 def seal(cipher: AESGCM, number: bytes, payload: memoryview, place: bytes, room: Buffer) -> memoryview:

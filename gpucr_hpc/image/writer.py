@@ -37,6 +37,7 @@ from gpucr_hpc.image.chunks import (
     seal,
     squeeze,
 )
+from gpucr_hpc.image.cutting import cuts
 from gpucr_hpc.image.files import PlacedFile, default_workers, wait_for, widen_pipe
 from gpucr_hpc.image.keys import KEY_BYTES, DataKey
 from gpucr_hpc.model import ImageEntry, PackEntry, check_checkpoint_id, check_object_name
@@ -113,14 +114,15 @@ class ImageWriter:
         """Bytes written so far."""
         return self._stored
 
-    def stream(self, name: str) -> StreamWriter:
-        """A new stream, from any thread. Raises UsageError for a bad or repeated name."""
+    def stream(self, name: str, *, pages: bool = False) -> StreamWriter:
+        """A new stream, from any thread; pages: it holds memory, page by page. Raises UsageError for a bad or repeated
+        name."""
         check_object_name(name)
         with self._lock:
             self._check()
             if name in self._streams:
                 raise UsageError(reason=f"stream {name!r} is there already")
-            writer = StreamWriter(self, name)
+            writer = StreamWriter(self, name, pages)
             self._streams[name] = writer
         return writer
 
@@ -183,24 +185,29 @@ class ImageWriter:
         if self._ended:
             raise UsageError(reason=f"image {self._rank} is finished")
 
-    def _submit(self, stream: StreamWriter, sequence: int, buffer: Buffer, size: int) -> None:
+    def _submit(self, stream: StreamWriter, sequence: int, buffer: Buffer, ends: list[int]) -> None:
         self._in_flight.acquire()
         try:
             self._check()
-            self._pool.submit(self._work, stream, sequence, buffer, size)
+            self._pool.submit(self._work, stream, sequence, buffer, ends)
         except BaseException:
             self._in_flight.release()
             if isinstance(self._failure, GpucrError):
                 raise self._failure from None
             raise
         with self._lock:
-            self._plain += size
+            self._plain += ends[-1]
 
-    def _work(self, stream: StreamWriter, sequence: int, buffer: Buffer, size: int) -> None:
-        """On a worker: squeeze, seal, write one chunk. A failure ends the whole image."""
+    def _work(self, stream: StreamWriter, sequence: int, buffer: Buffer, ends: list[int]) -> None:
+        """On a worker: squeeze, seal, write the chunks of a buffer. A failure ends the whole image."""
         try:
-            if self._failure is None:
-                stream._record(sequence, self._store(buffer, size))
+            records, at = [], 0
+            for end in ends:
+                if self._failure is not None:
+                    return
+                records.append(self._store(buffer, at, end - at))
+                at = end
+            stream._record(sequence, b"".join(records))
         except GpucrError as error:
             self._fail(error)
         except Exception as error:  # a bug or MemoryError: the image must not look complete
@@ -213,18 +220,19 @@ class ImageWriter:
         with self._lock:
             self._failure = self._failure or error
 
-    def _store(self, buffer: Buffer, size: int) -> bytes:
+    def _store(self, buffer: Buffer, at: int, size: int) -> bytes:
         """The record of a chunk that is in the store when this returns, or was there before."""
-        if is_zero(buffer, size):
+        if is_zero(buffer, at, size):
             return layout.RECORD.pack(0, 0, size, 0, 0, ChunkKind.ZERO, _ZERO_TAG, _ZERO_ID)
-        name = self._ids.of(buffer.view[:size])
+        plain = buffer.view[at : at + size]
+        name = self._ids.of(plain)
         known = self._known.get(name)
         if known is not None:
             return known
         packed = self._packed.get()
-        length = squeeze(buffer, size, packed)
+        length = squeeze(buffer, at, size, packed)
         kind = ChunkKind.LZ4 if length else ChunkKind.RAW
-        payload = packed.view[:length] if length else buffer.view[:size]
+        payload = packed.view[:length] if length else plain
         length = len(payload)
         with self._lock:
             pack = next(self._next_pack)
@@ -298,11 +306,11 @@ class ImageWriter:
 class StreamWriter:
     """One stream of an image; used by one thread at a time."""
 
-    def __init__(self, image: ImageWriter, name: str) -> None:
+    def __init__(self, image: ImageWriter, name: str, pages: bool) -> None:
         self.name = name
         self.size_bytes = 0
         self.closed = False
-        self._image = image
+        self._image, self._pages = image, pages
         self._buffer: Buffer | None = None
         self._filled = 0
         self._lock = threading.Lock()
@@ -346,7 +354,7 @@ class StreamWriter:
         if self.closed:
             return
         if self._filled:
-            self._flush()
+            self._flush(last=True)
         elif self._buffer is not None:
             self._image._buffers.give(self._buffer)
         self._buffer = None
@@ -374,20 +382,29 @@ class StreamWriter:
         if self._filled == CHUNK_BYTES:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self, last: bool = False) -> None:
+        """Hand the buffer over, up to its last cut; what follows that is the beginning of the next buffer."""
         buffer, size = self._buffer, self._filled
         assert buffer is not None
+        ends = cuts(buffer.view, size) if self._pages else []
+        if last or not ends:
+            ends.append(size)
         self._buffer, self._filled = None, 0
+        done = ends[-1]
+        if done < size:
+            rest = self._room()
+            rest.view[: size - done] = buffer.view[done:size]
+            self._filled = size - done
         with self._lock:
             sequence = len(self._records) // layout.RECORD.size
-            self._records += _EMPTY_RECORD
-        self.size_bytes += size
-        self._image._submit(self, sequence, buffer, size)
+            self._records += _EMPTY_RECORD * len(ends)
+        self.size_bytes += done
+        self._image._submit(self, sequence, buffer, ends)
 
-    def _record(self, sequence: int, record: bytes) -> None:
+    def _record(self, sequence: int, records: bytes) -> None:
         with self._lock:
             at = sequence * layout.RECORD.size
-            self._records[at : at + layout.RECORD.size] = record
+            self._records[at : at + len(records)] = records
 
     def _renumber(self, numbers: dict[int, int]) -> None:
         """Sources that have got other numbers, 0 staying 0; no chunk is on its way any more."""

@@ -17,6 +17,7 @@ from unittest import mock
 from gpucr_hpc.image.buffers import Buffer, compress, decompress
 from gpucr_hpc.image.chunkid import ChunkIds
 from gpucr_hpc.image.chunks import CHUNK_BYTES, SAMPLE_BYTES, TAG_BYTES, Origin, is_zero, seal, squeeze, unseal
+from gpucr_hpc.image.cutting import cuts
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.writer import ImageWriter
 
@@ -44,14 +45,15 @@ def steps() -> dict[str, Callable[[], object]]:
     seal(origin.cipher, number, noise.view, place, closed)
     return {
         "memcpy": lambda: room.view.__setitem__(slice(None), noise.view),
-        "zero test": lambda: is_zero(zero, CHUNK_BYTES),
+        "zero test": lambda: is_zero(zero, 0, CHUNK_BYTES),
+        "cuts": lambda: cuts(noise.view, CHUNK_BYTES),
         "id": lambda: ids.of(noise.view),
         "SHA-256, for comparison": lambda: hashlib.sha256(noise.view).digest(),
         "AES-256-GCM": lambda: seal(origin.cipher, number, noise.view, place, sealed),
         "AES-256-GCM, opening": lambda: unseal(origin.cipher, number, closed.view, place, room),
-        "LZ4 of words": lambda: squeeze(words, CHUNK_BYTES, room),
+        "LZ4 of words": lambda: squeeze(words, 0, CHUNK_BYTES, room),
         "LZ4 of words, expanding": lambda: decompress(packed, length, room, CHUNK_BYTES),
-        "LZ4 of noise (sample only)": lambda: squeeze(noise, CHUNK_BYTES, room),
+        "LZ4 of noise (sample only)": lambda: squeeze(noise, 0, CHUNK_BYTES, room),
         "LZ4 of noise, whole": lambda: compress(noise, 0, CHUNK_BYTES, room, CHUNK_BYTES),
     }
 
@@ -100,7 +102,7 @@ def path(content: Buffer, threads: int) -> float:
             workers=threads,
         )
         start = time.perf_counter()
-        with image.stream("pages-1.img") as stream:
+        with image.stream("pages-1.img", pages=True) as stream:
             for number in range(_CHUNKS):
                 content.view[:8] = number.to_bytes(8, "little")
                 stream.write(content.view)
@@ -123,7 +125,7 @@ def main() -> None:
     noise, words = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES)
     noise.view[:], words.view[:] = os.urandom(CHUNK_BYTES), text()
     room = Buffer(CHUNK_BYTES)
-    share = squeeze(words, CHUNK_BYTES, room) / CHUNK_BYTES
+    share = squeeze(words, 0, CHUNK_BYTES, room) / CHUNK_BYTES
     one = {name: both[0] for name, both in rates.items()}
     limits = {
         "noise": harmonic(one["memcpy"], one["id"], one["LZ4 of noise (sample only)"], one["AES-256-GCM"]),

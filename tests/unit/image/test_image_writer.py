@@ -338,10 +338,10 @@ def test_squeeze_only_when_it_pays(lz4_library):
     """Noise stays raw after a sample; what LZ4 does not bring below 7/8 stays raw too."""
     room, back = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES)
     for size in (1, 2, 100, CHUNK_BYTES):
-        assert 0 == chunks.squeeze(filled(os.urandom(size)), size, room)
+        assert 0 == chunks.squeeze(filled(os.urandom(size)), 0, size, room)
     mostly = bytes(chunks.SAMPLE_BYTES) + os.urandom(CHUNK_BYTES - chunks.SAMPLE_BYTES)
-    assert 0 == chunks.squeeze(filled(mostly), CHUNK_BYTES, room)
-    length = chunks.squeeze(filled(b"ab" * 500_000), 1_000_000, room)
+    assert 0 == chunks.squeeze(filled(mostly), 0, CHUNK_BYTES, room)
+    length = chunks.squeeze(filled(b"ab" * 500_000), 0, 1_000_000, room)
     assert 0 < length < 10_000
     assert buffers.decompress(room, length, back, 1_000_000)
     assert b"ab" * 500_000 == back.view[:1_000_000]
@@ -354,8 +354,8 @@ def test_squeeze_only_when_it_pays(lz4_library):
 def test_zero_test_sees_every_byte(size):
     """One bit in the first, middle or last byte makes a chunk not zero."""
     buffer = Buffer(CHUNK_BYTES)
-    assert chunks.is_zero(buffer, size)
+    assert chunks.is_zero(buffer, 0, size)
     for at in {0, size // 2, size - 1}:
         buffer.view[at] = 1
-        assert not chunks.is_zero(buffer, size)
+        assert not chunks.is_zero(buffer, 0, size)
         buffer.view[at] = 0
