@@ -8,11 +8,13 @@ measured is in docs/architecture.md.
 
 from __future__ import annotations
 
+import operator
+
 PAGE_BYTES = 4096
 #: No chunk is shorter, except the last one of a stream.
-MIN_PAGES = 16
+MIN_PAGES = 32
 #: One page in so many ends a chunk.
-MEAN_PAGES = 61
+MEAN_PAGES = 97
 
 _WORD_BYTES = 8
 _WORDS = PAGE_BYTES // _WORD_BYTES
@@ -23,16 +25,16 @@ def cuts(view: memoryview, size: int) -> list[int]:
 
     Two words of a page decide. Besides, memory that looks like zero is parted from other memory.
     """
-    pages = size // PAGE_BYTES
-    words = view[: pages * PAGE_BYTES].cast("Q")
-    found, last, empty = [], 0, True
-    pairs = zip(words[::_WORDS].tolist(), words[_WORDS // 2 :: _WORDS].tolist(), strict=True)
-    for page, (one, other) in enumerate(pairs):
-        was_empty, empty = empty, not (one or other)
-        if was_empty != empty and page - last >= MIN_PAGES:
+    table = view[: size // PAGE_BYTES * PAGE_BYTES].cast("Q")
+    words = list(map(operator.add, table[::_WORDS].tolist(), table[_WORDS // 2 :: _WORDS].tolist()))
+    places = [page for page, word in enumerate(words, 1) if word % MEAN_PAGES == 1]
+    if 0 in words:
+        empty = [not word for word in words]
+        places += [page for page in range(1, len(words)) if empty[page] != empty[page - 1]]
+        places.sort()
+    found, last = [], 0
+    for page in places:
+        if page - last >= MIN_PAGES:
             found.append(page * PAGE_BYTES)
             last = page
-        if not empty and (31 * one + other) % MEAN_PAGES == 0 and page + 1 - last >= MIN_PAGES:
-            found.append((page + 1) * PAGE_BYTES)
-            last = page + 1
     return found

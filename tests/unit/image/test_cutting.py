@@ -26,6 +26,7 @@ def test_cuts_are_apart_and_at_pages():
         assert not at % PAGE_BYTES
     assert [] == cuts(memoryview(bytes(CHUNK_BYTES)), CHUNK_BYTES)
     assert [] == cuts(memoryview(b"x" * PAGE_BYTES), 5)
+    assert [] == cuts(memoryview(b"x" * PAGE_BYTES), 0)
 
 
 def test_zero_memory_is_parted_from_other():
