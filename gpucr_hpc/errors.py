@@ -337,6 +337,12 @@ class CutNotPossible(CoordinationError):
     retryable = True
 
 
+class RunOver(CoordinationError):
+    """job {job}: its run {run} is over for Slurm"""
+
+    exit_code = 76
+
+
 class PeerLost(CoordinationError):
     """job {job}: the agent on {node} is lost: {reason}"""
 

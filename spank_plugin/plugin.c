@@ -5,12 +5,14 @@
  */
 #define _GNU_SOURCE
 #include <ctype.h>
+#include <fcntl.h>
 #include <slurm/slurm.h>
 #include <slurm/spank.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
+#include <unistd.h>
 
 #include "config.h"
 #include "options.h"
@@ -106,10 +108,26 @@ int slurm_spank_init(spank_t sp, int ac, char **av)
 	return ESPANK_SUCCESS;
 }
 
+/* A terminal or a lone step cannot be requeued. srun inside a job takes the option from its environment: no word then. */
+static void say_unprotected(void)
+{
+	char name[32] = "";
+	int fd = open("/proc/self/comm", O_RDONLY | O_CLOEXEC);
+
+	if (fd < 0)
+		return;
+	if (read(fd, name, sizeof(name) - 1) > 0 &&
+	    (!strcmp(name, "salloc\n") || (!strcmp(name, "srun\n") && !getenv("SLURM_JOB_ID"))))
+		slurm_spank_log("gpucr: only batch jobs are protected: submit a script with sbatch");
+	close(fd);
+}
+
 int slurm_spank_init_post_opt(spank_t sp, int ac, char **av)
 {
 	(void)ac;
 	(void)av;
+	if (options_protect())
+		say_unprotected();
 	if (spank_context() != S_CTX_ALLOCATOR)
 		return ESPANK_SUCCESS;
 	if (set_signal) {

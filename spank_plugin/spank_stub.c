@@ -99,6 +99,15 @@ spank_err_t spank_prepend_task_argv(spank_t sp, int argc, const char *argv[])
 	return ESPANK_SUCCESS;
 }
 
+void slurm_spank_log(const char *format, ...)
+{
+	va_list ap;
+
+	va_start(ap, format);
+	vsnprintf(stub.said, sizeof(stub.said), format, ap);
+	va_end(ap);
+}
+
 void slurm_error(const char *format, ...)
 {
 	va_list ap;

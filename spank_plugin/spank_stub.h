@@ -15,6 +15,7 @@ extern struct stub {
 	char argv[4096];    /* what was prepended, joined by blanks */
 	char control[256];  /* NAME=value of spank_job_control_setenv, joined by blanks */
 	char error[1024];   /* last slurm_error */
+	char said[1024];    /* last slurm_spank_log */
 } stub;
 
 /* Call an option's callback as Slurm does; its return value, or -99 when it is not registered. */

@@ -21,6 +21,7 @@
 #define FIRST_CONTACT_MS 5000    /* how long a first run waits for an agent that is not there */
 #define RESTART_CONTACT_MS 60000 /* a restarted job must not begin again only because the agent is slow to come */
 #define TERM_PATIENCE_MS 3000 /* a scancel may not depend on the agent */
+#define FROZEN_PATIENCE_MS 10000 /* the task cannot hear a signal; a node is not kept for it until KillWait ends */
 #define LOST_MS 5000          /* the agent kills the capsule first and tells then */
 #define ENDED_MS 3000
 #define DIED_STATUS 137
@@ -28,6 +29,7 @@
 static int signals = -1;
 static sigset_t original_mask;
 static long long term_since = NEVER, ended_at;
+static bool term_seen;        /* Slurm ends the job, also if the agent took the signal and died then; until ATTACH */
 static bool notice_seen;      /* our preemption signal came at any time in this run */
 static int end_status;
 
@@ -78,6 +80,7 @@ static void agent_frame(struct frame *f)
 		hellos_open = 0;
 		print_msg(f);
 		decided = true;
+		term_seen = false;
 		if (phase == P_WAITING || phase == P_DETACHED || phase == P_LOST) {
 			remember(f);
 			restored = frame_int(f, "RESTORED", 0);
@@ -191,8 +194,11 @@ static void one_signal(const struct signalfd_siginfo *si)
 		return;
 	}
 	asked[s] = true;
-	if (s == SIGTERM && term_since == NEVER)
-		term_since = now_ms();
+	if (s == SIGTERM) {
+		term_seen = true;
+		if (term_since == NEVER)
+			term_since = now_ms();
+	}
 	send_notice(s);
 }
 
@@ -227,7 +233,12 @@ static void on_time(void)
 	    now - away_since >= TERM_PATIENCE_MS) {
 		if (phase == P_WAITING || phase == P_PLACING)
 			exit_like(SIGTERM); /* nothing runs yet, and a held task ends with us */
-		agent_answer(SIGTERM, true);
+		if (phase != P_DETACHED)
+			agent_answer(SIGTERM, true);
+	}
+	if (term_seen && phase == P_DETACHED && agent.fd < 0 && now - away_since >= FROZEN_PATIENCE_MS) {
+		say("no agent goes on with this job, which stands still: it ends here");
+		exit_like(SIGTERM);
 	}
 	if (attach_wanted && shepherd.fd < 0)
 		try_attach();

@@ -180,7 +180,7 @@ void build_spawn(struct msg *m, const struct task_args *a, const struct frame *s
 	for (char **p = a->argv; *p; p++)
 		msg_str(m, "ARG", *p);
 	for (char **p = environ; *p; p++)
-		if (!replaced(start, *p))
+		if (!replaced(start, *p) && strncmp(*p, "GPUCR_LAUNCH=", 13)) /* the agent's own, read from us */
 			msg_str(m, "ENV", *p);
 	while ((v = frame_next(start, "ENV", &pos)))
 		msg_str(m, "ENV", v);

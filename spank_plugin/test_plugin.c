@@ -3,9 +3,11 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <slurm/slurm.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "options.h"
 #include "sbatch.h"
 #include "spank_stub.h"
 #include "test_check.h"
@@ -334,6 +336,28 @@ static void wrong_plugstack(void)
 		CHECK(slurm_spank_init(NULL, 1, (char **)&others[i]) != 0);
 }
 
+/* What the program of this name says of the option, in a job or not. */
+static const char *said_by(const char *name, spank_context_t context, const char *job)
+{
+	prctl(PR_SET_NAME, name);
+	job ? setenv("SLURM_JOB_ID", job, 1) : unsetenv("SLURM_JOB_ID");
+	stub.context = context;
+	*stub.said = '\0';
+	slurm_spank_init_post_opt(NULL, 0, NULL);
+	return stub.said;
+}
+
+static void only_batch_jobs(void)
+{
+	CHECK_STR("", said_by("salloc", S_CTX_ALLOCATOR, NULL));
+	options.on = true;
+	CHECK(strstr(said_by("salloc", S_CTX_ALLOCATOR, NULL), "only batch jobs"));
+	CHECK(strstr(said_by("srun", S_CTX_LOCAL, NULL), "only batch jobs"));
+	CHECK_STR("", said_by("srun", S_CTX_LOCAL, "7"));
+	CHECK_STR("", said_by("sbatch", S_CTX_ALLOCATOR, NULL));
+	CHECK_STR("", said_by("slurmstepd", S_CTX_REMOTE, NULL));
+}
+
 static void srun_in_capsule(void)
 {
 	/* The proxy takes its place there; a real srun that sees the name is one that the agent started. */
@@ -348,7 +372,7 @@ int main(void)
 		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
-		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule,
+		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule, only_batch_jobs,
 	};
 	const char *tmp = getenv("TMPDIR");
 	int bad = 0;

@@ -23,7 +23,7 @@ from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
-from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError
+from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError, PeerLost
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -39,6 +39,7 @@ _REQUEUED_BUDGET_S = 20.0  # Slurm's KillWait is 30 s by default; some of it is 
 _SETTLE_LIMIT_S = 60.0
 _CUT_ATTEMPTS = 20
 _CUT_RESERVE_S = 2.0
+_LOST_RESERVE_S, _LOST_PAUSE_S = 5.0, 1.0
 
 
 def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float:
@@ -66,7 +67,8 @@ async def checkpoint(
 
     full: write everything, whatever earlier checkpoints have.
     since: monotonic clock when the signal came that asked for it, for the report; None means now. A cut that
-    cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times.
+    cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times; so is one
+    that Slurm waits for (info given) and in which another node's agent was lost, as long as there is time.
     """
     ordered = time.monotonic() if since is None else since
     limit_s = budget_s(info, leave, job.context.config.engine.dump_timeout_s)
@@ -79,6 +81,12 @@ async def checkpoint(
                 raise
             log.info("cut not possible now", job=job.job, attempt=attempt, reason=str(error))
             await asyncio.sleep(random.uniform(0.05, 0.3))  # noqa: S311 - spreads tries, hides nothing
+        except PeerLost as error:
+            # Slurm takes the job away in any case: another node's agent that died is started anew meanwhile.
+            if info is None or budget.left() < _LOST_RESERVE_S:
+                raise
+            log.info("an agent is lost, it is tried again", job=job.job, reason=str(error))
+            await asyncio.sleep(_LOST_PAUSE_S)
     raise AssertionError("unreachable")
 
 
@@ -198,6 +206,7 @@ class _Checkpoint:
                 leave=self._requeue if self._leave else None,
                 timings=self._timings,
             )
+            await self._prune()
         except BaseException as error:
             job.timeouts -= self._counts
             message = "" if isinstance(error, CutNotPossible) else f"checkpoint not possible, the job runs on: {error}"
@@ -207,7 +216,7 @@ class _Checkpoint:
             for part in self._remote:
                 part.close()
             job.last |= {"phases_s": self._timings.phases}
-            await self._close()
+            await self._worker.close()
         job.last |= {"total_s": round(time.time() - self._began, 4)}
         if not self._leave:
             job.last |= {"freeze_s": round(self._local.freeze_s, 4)}
@@ -249,15 +258,12 @@ class _Checkpoint:
                 )
             )
 
-    async def _close(self) -> None:
-        """End the worker; sets beyond the number to keep are removed first when a new one was committed."""
+    async def _prune(self) -> None:
+        """A new set was committed: remove those beyond the number to keep."""
         try:
-            if self._job.last.get("checkpoint") == self._id:
-                await self._catalog.prune(self._job.job, self._job.context.config.store.keep_last)
+            await self._catalog.prune(self._job.job, self._job.context.config.store.keep_last)
         except GpucrError as error:
             log.warning("old checkpoints not removed", job=self._job.job, error=str(error))
-        finally:
-            await self._worker.close()
 
 
 async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None, elsewhere: bool) -> None:

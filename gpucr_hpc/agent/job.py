@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import signal
 from collections.abc import Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm, wire
 from gpucr_hpc.agent import checkpointing, gpuword, lead
@@ -20,7 +21,7 @@ from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.agent.report import PROGRESS_FILE
-from gpucr_hpc.agent.steps import StepOnNode, Steps, environment_of
+from gpucr_hpc.agent.steps import LAUNCH_VARIABLE, StepOnNode, Steps, environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import discard
@@ -30,7 +31,12 @@ from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError, SlurmError
 from gpucr_hpc.log import Log
 
+if TYPE_CHECKING:
+    from gpucr_hpc.agent.noderestore import NodeRestore
+
 log = Log(__name__)
+
+_LOOK_INTERVAL_S = 0.1
 
 # What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
 _DUMPABLE = {"USE_LIBUV": "0"}  # on nodes with GPUs: PyTorch's TCPStore would use io_uring
@@ -61,6 +67,7 @@ class ProtectedJob:
         self.dumping: DumpProgress | None = None
         self.sample: tuple[float, float] | None = None  # when the job's own progress was first seen, and what it was
         self.timeouts = 0  # how often it went on after its time limit
+        self.restore: NodeRestore | None = None  # under way at another node's word
         self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
         self._failed_step = ""
@@ -130,11 +137,13 @@ class ProtectedJob:
             self.capsule = None
         if self.capsule and (phase is Phase.REQUEUEING or self.node_rank != 0):
             phase = await self._phase_by_slurm(phase)
-        if self.capsule and phase is Phase.RESTORING and await checkpointing.restored(self.capsule):
-            phase = Phase.RUNNING
+        alone = self.geometry is not None and len(self.geometry.nodes) == 1
+        if self.capsule and phase is Phase.RESTORING and alone and await checkpointing.restored(self.capsule):
+            phase = Phase.RUNNING  # of several nodes all begin the restore once more: no part is of use alone
         gone = self.capsule is None or not self.capsule.alive() or not self._batch_lives()
         if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
             log.info("remains of a job removed", job=self.job, phase=phase)
+            self.steps.stop()
             await discard(self.job, self.run_dir, self.capsule)
             self.capsule = None
             return False
@@ -146,6 +155,7 @@ class ProtectedJob:
         for step in self.steps.steps.values():
             self.spawn(self.steps.watch(step))
         self.spawn(self.watch())
+        self.spawn(self.watch_capsule())
         if self.node_rank == 0:
             self.spawn(gpuword.watch(self))
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
@@ -172,11 +182,10 @@ class ProtectedJob:
         await getattr(self, f"on_{verb}")(**fields)
         await lead.on_members(self, verb, **fields)
 
-    async def on_step(self, key: str, stdio: str, token: str) -> None:
+    async def on_step(self, key: str, stdio: str, token: str, launch: str) -> None:
         """A step is about to start: its supervisors may come."""
-        known = self.steps.on_node.get(key)
-        if known is None:
-            self.steps.on_node[key] = StepOnNode(key, stdio, token)
+        known = self.steps.on_node.setdefault(key, StepOnNode(key, stdio, token))
+        known.launch = launch
         self.save()
 
     async def on_step_end(self, key: str) -> None:
@@ -223,7 +232,7 @@ class ProtectedJob:
         if self.phase is Phase.LEAVING:
             await supervisor.release("")
             return
-        if step is None or self.capsule is None:
+        if step is None or self.capsule is None or not _of_launch(supervisor.pid, step):
             await supervisor.refuse("this step does not belong to a protected job on this node", 1)
             return
         if rank in step.ended:
@@ -289,6 +298,20 @@ class ProtectedJob:
             self._failed_step = reason
             self._arrived.notify_all()
 
+    async def clear(self) -> None:
+        """Remove what an earlier attempt to start or restore this job has left, here only."""
+        restore, self.restore = self.restore, None
+        if restore is not None:
+            await restore.undo()
+        await self.dismiss_steps()
+        if self.capsule is not None:
+            await self.discard()
+
+    async def dismiss_steps(self) -> None:
+        """Send away the supervisors of steps: what they were started for is given up."""
+        for key in [key for key in self.supervisors if key != "batch"]:
+            await self.supervisors.pop(key).refuse("", lead.CAPSULE_DIED)
+
     # --- frames of a running supervisor -----------------------------------------------------------------
 
     async def frame(self, supervisor: Supervisor, frame: wire.Frame) -> None:
@@ -335,6 +358,29 @@ class ProtectedJob:
             del self.supervisors[supervisor.key]
         if supervisor.key == "batch":
             self.spawn(self.watch())
+        else:
+            self.spawn(self._task_lost(supervisor))
+
+    async def _task_lost(self, supervisor: Supervisor) -> None:
+        """A step's supervisor that was killed has told nothing of its task: for Slurm that is dead, so it must end."""
+        await wait_gone(supervisor.pid)
+        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
+        step = self.steps.on_node.get(key)
+        if self.phase is not Phase.RUNNING or self.capsule is None or supervisor.key in self.supervisors:
+            return
+        if step is None or rank in step.ended or supervisor.key not in self.tasks:
+            return
+        log.warning("supervisor was killed, its task ends", job=self.job, task=supervisor.key)
+        step.ended[rank] = signal.SIGKILL
+        self.save()
+        try:
+            channel = await wire.connect(self.run_dir.shepherd_socket)
+        except OSError:
+            return  # the capsule has ended
+        await channel.send(wire.make(wire.Type.SIGNAL, TASK=supervisor.key, SIGNAL=int(signal.SIGKILL)))
+        channel.close()
 
     def _batch_lives(self) -> bool:
         """Other nodes than the first have no batch supervisor: there the lead tells the end."""
@@ -356,12 +402,41 @@ class ProtectedJob:
             return  # the end of the checkpoint looks for supervisors
         await self.discard()
 
+    async def watch_capsule(self) -> None:
+        """On other nodes than the first: tell the lead when the capsule dies. Its ends of the job's connections may go
+        without a word, while the network is locked, and the rest of the job would wait for ever."""
+        capsule, geometry = self.capsule, self.geometry
+        if capsule is None or geometry is None or self.node_rank == 0:
+            return
+        await wait_gone(capsule.init_pid)
+        if self.leaving or self.capsule is None or self.capsule.init_pid != capsule.init_pid:
+            return
+        log.warning("the capsule died", job=self.job)
+        try:
+            async with self.context.connector.to(self.job, geometry.nodes[0], geometry.addresses[0]) as peer:
+                await peer.call("part_died", job=self.job, node=self.context.node, run=self.run)
+        except GpucrError as error:
+            log.warning("the lead was not told", job=self.job, error=str(error))
+
+    async def part_died(self, node: str) -> None:
+        """Another node's capsule has died: the job ends as a whole, its sets are kept."""
+        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.RESTORING):
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+        if self.phase is not Phase.RUNNING or self.capsule is None:
+            return
+        log.warning("another node's capsule died, the job ends", job=self.job, node=node)
+        if "batch" in self.supervisors:
+            await self.supervisors["batch"].print(f"the capsule of this job on {node} died")
+        await self.discard()
+
     # --- after a checkpoint, and the end ----------------------------------------------------------------
 
     async def go_on(self, *, detached: bool, message: str) -> None:
         """The job stays here: its supervisors take its stdio again."""
         if self.capsule is None or not self.capsule.alive():
             self.phase = Phase.RUNNING  # until its supervisors have seen the end
+            for supervisor in list(self.supervisors.values()):
+                await self.attach(supervisor, message if supervisor.key == "batch" else "", restored=False)
             if not self.supervisors:
                 await self.discard()
             return
@@ -426,3 +501,11 @@ class ProtectedJob:
     def may(self, uid: int, operators: set[int]) -> bool:
         """Whether a local user may act on this job."""
         return uid in (0, self.uid, os.geteuid()) or uid in operators
+
+
+def _of_launch(pid: int, step: StepOnNode) -> bool:
+    """Whether a supervisor belongs to the step's present srun, not to one of a restore that was given up."""
+    try:
+        return not step.launch or environment_of(pid).get(LAUNCH_VARIABLE) == step.launch
+    except OSError:
+        return False  # it has ended

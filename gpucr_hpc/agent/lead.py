@@ -16,7 +16,7 @@ from gpucr_hpc.agent.policy import policy_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity, discard
-from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, SlurmError
+from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, RunOver, SlurmError
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import new_checkpoint_id
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-_CAPSULE_DIED = 137  # as gpucr-task says it
+CAPSULE_DIED = 137  # as gpucr-task says it
 
 
 def exit_code(status: int) -> int:
@@ -100,7 +100,8 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
     job.uid, job.gid, job.node_rank = supervisor.uid, supervisor.gid, 0
     restarted = supervisor.hello.int("RESTART") > 0
     try:
-        info = await slurm.job(job.job)
+        # A job that has run before must not begin again, or fail, only because slurmctld is away.
+        info = await (restarting.ask(job, supervisor) if restarted else slurm.job(job.job))
         _check(job, info, supervisor)
         job.run = max(info.restarts, supervisor.hello.int("RESTART"))
         restarted = restarted or job.run > 0
@@ -113,7 +114,9 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         if not isinstance(error, GpucrError | OSError):
             log.exception("unexpected")  # a fault of ours must not make a job start from its beginning
         log.error("job not taken", job=job.job, error=str(error))
-        if restarted and not isinstance(error, PermissionRefused | Refused):
+        if isinstance(error, RunOver):
+            await supervisor.refuse("", 1)
+        elif restarted and not isinstance(error, PermissionRefused | Refused):
             await restarting.give_up(job, supervisor, str(error))
         elif job.context.config.agent.when_unprotected == "fail":
             await supervisor.refuse(f"this job cannot be protected: {error}", 1)
@@ -203,7 +206,7 @@ async def without_capsule(job: ProtectedJob, supervisor: Supervisor) -> None:
     elif supervisor.hello.int("ATTACHED"):
         await supervisor.ok()  # it says ENDED, or learns from its shepherd that nothing is left
     else:
-        await supervisor.refuse("the capsule of this job died", _CAPSULE_DIED)
+        await supervisor.refuse("the capsule of this job died", CAPSULE_DIED)
 
 
 # --- Slurm's signals ------------------------------------------------------------------------------------

@@ -23,9 +23,13 @@ from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
+_LOOK_INTERVAL_S = 0.05
+
 
 class MemberSession(Session):
     """Requests of a lead. A checkpoint or restore that is not finished when the connection ends is undone here."""
+
+    interruptible = frozenset({"prepare", "gpu_lock", "lock", "capture", "restore_build", "restore_run"})
 
     def __init__(self, context: Context, jobs: dict[str, ProtectedJob]) -> None:
         self._context, self._jobs = context, jobs
@@ -53,6 +57,7 @@ class MemberSession(Session):
         """Make this node's capsule for a job that starts."""
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
+        await self._clear(job)  # of a lead that died while it began this run
         rank = fields["nodes"].index(self._context.node)
         found = self._set_up(job, rank, fields)
         async with found.turn:
@@ -69,12 +74,19 @@ class MemberSession(Session):
             found.capsule = builder.capsule
             found.set_phase(Phase.RUNNING)
             await found.steps.connect()
+            found.spawn(found.watch_capsule())
 
-    async def do_step(self, job: str, key: str, stdio: str, token: str) -> None:
-        await self._get(job).on_step(key, stdio, token)
+    async def do_step(self, job: str, key: str, stdio: str, token: str, launch: str) -> None:
+        await self._get(job).on_step(key, stdio, token, launch)
 
     async def do_step_end(self, job: str, key: str) -> None:
         await self._get(job).on_step_end(key)
+
+    async def do_part_died(self, job: str, node: str, run: int) -> None:
+        """Said to the lead by another node."""
+        found = self._jobs.get(job)
+        if found is not None and found.node_rank == 0 and found.run == run:
+            found.spawn(found.part_died(node))
 
     async def do_discard(self, job: str) -> None:
         """The job is over."""
@@ -90,6 +102,8 @@ class MemberSession(Session):
         self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
     ) -> None:
         found = self._get(job)
+        while found.phase is Phase.CHECKPOINTING:  # an earlier one whose lead was lost is still being undone
+            await asyncio.sleep(_LOOK_INTERVAL_S)
         if found.phase is not Phase.RUNNING:
             raise Busy(job=job, operation=f"{found.phase}")
         found.set_phase(Phase.CHECKPOINTING)
@@ -154,13 +168,18 @@ class MemberSession(Session):
     async def do_restore_build(self, job: str, node_rank: int, manifest: str, **fields: Any) -> None:
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
-        old = self._jobs.get(job)
-        if old is not None and old.capsule is not None:
-            await old.discard()
+        await self._clear(job)
         self._job = self._set_up(job, node_rank, fields)
         decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=job)
-        self._restore = NodeRestore(self._job, decoded)
+        self._restore = self._job.restore = NodeRestore(self._job, decoded)
         await self._restore.build()
+
+    async def _clear(self, job: str) -> None:
+        """Nothing of an earlier attempt may be there, nor a supervisor that waits for its word; the end of that
+        attempt's connection may be noticed late."""
+        old = self._jobs.get(job)
+        if old is not None:
+            await old.clear()
 
     async def do_restore_run(self, job: str) -> None:
         assert self._restore is not None, job
@@ -168,8 +187,9 @@ class MemberSession(Session):
 
     async def do_restore_open(self, job: str) -> None:
         assert self._restore is not None, job
-        restore, self._restore = self._restore, None
-        await restore.open("")
+        await self._restore.open("")
+        self._restore = self._jobs[job].restore = None
+        self._jobs[job].spawn(self._jobs[job].watch_capsule())
 
     # --- the end of the connection ----------------------------------------------------------------------
 

@@ -9,9 +9,8 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc import faults
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.agent.steps import environment_of
+from gpucr_hpc.agent.steps import Steps, environment_of
 from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, discard
 from gpucr_hpc.capsule.processes import descendants
@@ -20,7 +19,8 @@ from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError, GpucrError, RestoreFailed
+from gpucr_hpc.errors import CapsuleError, CoordinationError, GpucrError, RestoreFailed
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
@@ -47,6 +47,7 @@ class NodeRestore:
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
         self._gpus = NodeGpus(job.job, job.context.config.cuda)
+        self._over = False
         self.report: list[str] = []
 
     async def build(self) -> None:
@@ -67,12 +68,13 @@ class NodeRestore:
             key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
         )
         await self._roll_back_files()
-        job.steps.adopt({"on_node": self._meta["steps"]})
+        # No supervisor belongs to them before their sruns are started again.
+        job.steps.adopt({"on_node": [step | {"launch": "none yet"} for step in self._meta["steps"]]})
         job.forget_failure()
         job.tasks = {t["key"] for t in self._meta["tasks"]}
         job.expected = job.tasks - {"batch"}
         job.set_phase(Phase.RESTORING)
-        faults.reach("before restore")
+        await reach(Point.CHECKED, job.job)
         self._builder = await build(
             job.job,
             job.run_dir,
@@ -84,7 +86,7 @@ class NodeRestore:
         )
         job.capsule = self._builder.capsule
         job.save()
-        faults.reach("after build")
+        await reach(Point.BUILT, job.job)
 
     async def _map_gpus(self) -> dict[str, str]:
         """From the cards that the job saw to those that it has now."""
@@ -156,7 +158,7 @@ class NodeRestore:
             self._builder, job.run_dir, self._worker, self._meta, job.context.config.engine
         )
         job.save()
-        faults.reach("after restore")
+        await reach(Point.RESTORED, job.job)
         for task in self._meta["tasks"]:
             supervisor = job.supervisors.get(task["key"])
             if supervisor is not None and supervisor is not first:
@@ -168,7 +170,7 @@ class NodeRestore:
         if self._meta.get("gpu"):
             self._gpus.came_back(self._meta["gpu"], namespace_processes(job.capsule.init_pid))
             await self._gpus.restore(gpus)
-            faults.reach("after gpu restore")
+            await reach(Point.GPUS_RESTORED, job.job)
 
     def _keep_from_step(self) -> None:
         """Memory of the tree was charged to the first step; its end must not take the capsule along, so what is no
@@ -186,8 +188,10 @@ class NodeRestore:
     async def open(self, message: str) -> None:
         """Every node has its tree back: packets pass, supervisors relay."""
         job = self._job
+        if job.capsule is None or not job.capsule.alive():
+            raise CapsuleError(job=job.job, node=job.context.node, reason="it died after its tree had come back")
         await network.unlock(job.job)
-        faults.reach("after unlock")
+        await reach(Point.UNLOCKED, job.job)
         await self._gpus.go()
         if self._meta.get("gpu"):
             job.run_dir.save_gpus({})  # they have the new cards now
@@ -199,16 +203,20 @@ class NodeRestore:
         await self.close()
 
     async def undo(self) -> None:
-        """Remove what was made; must not raise."""
+        """Remove what was made; must not raise. Once only: what is there later belongs to another attempt."""
+        if self._over:
+            return
+        self._over = True
         await self.close()
         job = self._job
+        job.steps.stop()
+        await job.dismiss_steps()
         capsule = self._builder.capsule if self._builder is not None else None
         try:
             await discard(job.job, job.run_dir, capsule)
         except Exception as error:
             log.error("remains of a restore", job=job.job, error=repr(error))
-        job.capsule = None
-        job.phase = Phase.NEW
+        job.capsule, job.phase, job.tasks, job.steps = None, Phase.NEW, set(), Steps(job)
 
     async def close(self) -> None:
         """End the worker."""

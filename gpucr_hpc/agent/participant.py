@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc import faults
 from gpucr_hpc.agent import shepherd
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.dumpprogress import DumpProgress
@@ -21,7 +20,8 @@ from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
 from gpucr_hpc.engine.openfiles import OpenFile, output_files, writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import CoordinationError, GpucrError, Refused, StoreFull
+from gpucr_hpc.errors import CoordinationError, CutNotPossible, GpucrError, Refused, StoreFull
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.log import Log
 from gpucr_hpc.units import format_bytes
 
@@ -150,6 +150,10 @@ class LocalParticipant:
         self.steps = job.steps.state()["on_node"]
         if any(t.key == "batch" and t.status is not None for t in self.tasks):
             raise CoordinationError(job=job.job, reason="it has ended, nothing is left to checkpoint")
+        alone = [t.key for t in self.tasks if t.key not in job.supervisors and not self._collected(t)]
+        if alone:
+            # Slurm is just ending the step, since it has killed the task or its supervisor; or this agent is new.
+            raise CutNotPossible(job=job.job, reason=f"task {alone[0]} has no supervisor")
         # Everything is handed on, so their sizes are those of this cut.
         self._outputs = output_files([s.pid for s in job.supervisors.values()])
         self._locked = True
@@ -161,7 +165,11 @@ class LocalParticipant:
         self._gpus.verify(namespace_processes(self._capsule.init_pid))
         self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine)
         frozen: Frozen = await self._dump.capture()
-        faults.reach("frozen")
+        await reach(Point.FROZEN, job.job)
+        there = {p.nspid for p in frozen.processes}
+        killed = [t.key for t in self.tasks if t.status is None and t.pid not in there]
+        if killed:
+            raise CutNotPossible(job=job.job, reason=f"task {killed[0]} ended while the tree was being frozen")
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
         about = summary.collect(frozen.processes, self._capsule.init_pid)
         for name, content in {**self._extra(), summary.SUMMARY_STREAM: about}.items():
@@ -190,6 +198,7 @@ class LocalParticipant:
     async def commit(self) -> None:
         self._job.run_dir.leaving.touch()
         self._job.set_phase(Phase.REQUEUEING)
+        await reach(Point.MARKED, self._job.job)
 
     async def finish(self) -> None:
         assert self._dump is not None
@@ -201,6 +210,7 @@ class LocalParticipant:
                 await self._gpus.go()
             else:
                 await self._dump.end()
+                await reach(Point.ENDED, self._job.job)
         finally:
             self._job.dumping = None
             await self._gpus.close()

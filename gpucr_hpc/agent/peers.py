@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import ssl
 import struct
 import tempfile
@@ -31,6 +32,10 @@ log = Log(__name__)
 
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_LIMIT_S = 10.0
+_PROBE_AFTER_S, _PROBES = 4, 3  # a peer that is silent for 16 s is gone: well within Slurm's KillWait of 30 s
+# While an agent works at a request it says so now and then: one that hangs is told from one that has much to do.
+ALIVE_S, SILENCE_S = 3.0, 20.0
+_ALIVE = {"alive": True}
 _NAME = "gpucr-agent"
 
 Request = dict[str, Any]
@@ -90,7 +95,12 @@ async def _receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 class Session:
-    """The server's side of one operation: its methods are the requests, `close` undoes what is not finished."""
+    """The server's side of one operation: its methods are the requests, `close` undoes what is not finished.
+
+    interruptible: requests that are given up when the connection ends; others are carried to their end first.
+    """
+
+    interruptible: frozenset[str] = frozenset()
 
     async def request(self, verb: str, fields: Request) -> Any:
         """Carry out a request and return its answer, JSON values only."""
@@ -108,16 +118,48 @@ async def serve(address: str, port: int, key: SigningKey, session: Callable[[], 
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         current = session()
+        _notice_dead_peer(writer)
         try:
-            while (message := await _receive(reader)) is not None:
-                await _send(writer, await _answer(current, message))
-        except (ConnectionError, ssl.SSLError, ValueError) as error:
+            await _serve(current, reader, writer)
+        except (OSError, ssl.SSLError, ValueError) as error:
             log.warning("agent connection broken", error=repr(error))
         finally:
             writer.close()
             await asyncio.shield(current.close())
 
     return await asyncio.start_server(handle, address, port, ssl=tls_context(key, server=True), backlog=512)
+
+
+async def _serve(session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer one request after another. The connection's end is noticed also while one is being carried out."""
+    following = asyncio.ensure_future(_receive(reader))
+    try:
+        while (message := await following) is not None:
+            following = asyncio.ensure_future(_receive(reader))
+            work = asyncio.ensure_future(_answer(session, message))
+            try:
+                either = {work, following}
+                while not (await asyncio.wait(either, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+                    await _send(writer, _ALIVE)
+                if not work.done() and message["do"] in session.interruptible:
+                    return  # nobody asks for more before the answer: it is the end
+                await _send(writer, await work)
+            finally:
+                work.cancel()
+                await asyncio.wait({work})
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+
+
+def _notice_dead_peer(writer: asyncio.StreamWriter) -> None:
+    """A node that lost power or its network ends no connection: without this its peers would wait for ever."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_AFTER_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PROBE_AFTER_S * (_PROBES + 1))
 
 
 async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +178,30 @@ class Peer:
     def __init__(self, job: str, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._job, self._node, self._reader, self._writer = job, node, reader, writer
         self._turn = asyncio.Lock()
+        self._cut_off = False
 
     async def call(self, verb: str, **fields: Any) -> Any:
-        """Make a request; raise the other side's error, or PeerLost when it does not answer any more."""
+        """Make a request; raise the other side's error, or PeerLost when it does not answer any more.
+
+        A call that is cancelled ends the connection: the next answer would be taken for that of another request.
+        """
+        if self._cut_off:
+            raise PeerLost(job=self._job, node=self._node, reason="an earlier request was cut off")
         try:
             async with self._turn:
                 await _send(self._writer, {"do": verb, "fields": fields})
-                answer = await _receive(self._reader)
+                answer: dict[str, Any] | None = _ALIVE
+                while answer == _ALIVE:
+                    answer = await asyncio.wait_for(_receive(self._reader), SILENCE_S)
+        except TimeoutError:
+            self._cut_off = True
+            self.close()
+            reason = f"it does not say a word for {SILENCE_S:.0f} s"
+            raise PeerLost(job=self._job, node=self._node, reason=reason) from None
+        except asyncio.CancelledError:
+            self._cut_off = True
+            self.close()
+            raise
         except (OSError, ssl.SSLError) as error:
             raise PeerLost(job=self._job, node=self._node, reason=error) from None
         if answer is None:
@@ -171,6 +230,7 @@ class Connector:
             )
         except (OSError, ssl.SSLError, TimeoutError) as error:
             raise PeerLost(job=job, node=node, reason=str(error) or type(error).__name__) from None
+        _notice_dead_peer(writer)
         return Peer(job, node, reader, writer)
 
     @contextlib.asynccontextmanager

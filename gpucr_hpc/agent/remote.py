@@ -13,7 +13,7 @@ from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
-_UNDO_LIMIT_S = 60.0
+_UNDO_LIMIT_S = 20.0
 
 
 class RemoteParticipant:

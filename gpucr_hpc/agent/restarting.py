@@ -13,7 +13,22 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.errors import CapsuleError, CudaError, GpucrError, PeerLost, RestoreFailed
+from gpucr_hpc.errors import (
+    CoordinationError,
+    GpucrError,
+    ImageError,
+    JobUnknown,
+    KeyFileError,
+    PermissionRefused,
+    Refused,
+    RequeueFailed,
+    RestoreFailed,
+    RunOver,
+    SlurmError,
+    StoreError,
+    WrongKey,
+)
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest, rfc3339
@@ -25,6 +40,9 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 HELD_EXIT_CODE = 125
+_AGAINST_SET = (ImageError, StoreError, KeyFileError, WrongKey)
+_PERSIST_S = 120.0
+_PAUSE_S = 2.0
 
 
 async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
@@ -42,17 +60,71 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
         left = await catalog.left_with(job.job)
     for manifest in candidates:
         try:
-            await _restore(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
+            await _persist(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
             return
-        except (RestoreFailed, PeerLost, CapsuleError, CudaError):
-            await _tell(job, supervisor, problems)
-            raise  # an older set would lose work and most likely fail alike
-        except GpucrError as error:
+        except _AGAINST_SET as error:
             problems.append(f"checkpoint {manifest.checkpoint} is not used: {error}")
+        except GpucrError as error:
+            # Nothing speaks against the set: an older one would lose work and most likely fail alike.
+            await _tell(job, supervisor, problems)
+            if isinstance(error, Refused | PermissionRefused):  # of a job that begins: it may run without protection
+                raise RestoreFailed(reason=str(error), log="the agent's journal") from None
+            raise
     await _tell(job, supervisor, problems)
     if problems:
         raise RestoreFailed(reason=problems[-1], log="the agent's journal")
     await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
+
+
+async def _persist(
+    job: ProtectedJob,
+    supervisor: Supervisor,
+    manifest: Manifest,
+    info: slurm.JobInfo,
+    *,
+    ran_on: bool,
+    problems: list[str],
+) -> None:
+    """Restore; when another node's agent is lost or a step does not start, undo everything and try again for a while:
+    agents are started anew. A node that is gone for good makes Slurm requeue the job."""
+    deadline = time.monotonic() + _PERSIST_S
+    while True:
+        try:
+            await _restore(job, supervisor, manifest, info, ran_on=ran_on, problems=problems)
+            return
+        except (CoordinationError, SlurmError) as error:
+            if time.monotonic() > deadline:
+                raise
+            log.warning("restore is tried again", job=job.job, error=str(error))
+            await supervisor.print(f"not restored yet, it is tried again: {error}")
+        await asyncio.sleep(_PAUSE_S)
+        await still_ours(job, supervisor)
+
+
+async def ask(job: ProtectedJob, supervisor: Supervisor) -> slurm.JobInfo:
+    """What slurmctld says of the job, asked for as long as it does not answer; raise RunOver when it does not know the
+    job any more, or the supervisor is gone."""
+    told = False
+    while True:
+        if not supervisor.lives():
+            raise RunOver(job=job.job, run=job.run)
+        try:
+            return await slurm.job(job.job)
+        except JobUnknown:
+            raise RunOver(job=job.job, run=job.run) from None
+        except SlurmError as error:
+            log.warning("slurmctld does not answer, it is asked again", job=job.job, error=str(error))
+            if not told:
+                await supervisor.print("slurmctld does not answer; the job waits for it")
+            told = True
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def still_ours(job: ProtectedJob, supervisor: Supervisor) -> None:
+    """Raise RunOver when this run of the job is not the one that Slurm has running."""
+    info = await ask(job, supervisor)
+    if not info.running or info.restarts > job.run:
+        raise RunOver(job=job.job, run=job.run)
 
 
 async def _tell(job: ProtectedJob, supervisor: Supervisor, lines: list[str]) -> None:
@@ -120,7 +192,9 @@ async def _restore(
         # From now on the job writes more than this set knows: it is the latest, and not one that the job left with.
         await Catalog(context, local.worker, job.store_root).note_latest(job.job, manifest.checkpoint)
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
+        await reach(Point.STEPS_STARTED, job.job)
         await _all(part.run() for part in parts)
+        await reach(Point.ALL_RESTORED, job.job)
         took_s = time.monotonic() - start
         job.last = {
             "restored": manifest.checkpoint,
@@ -133,7 +207,10 @@ async def _restore(
             f"restored on {','.join(job.geometry.nodes)} from checkpoint {manifest.checkpoint} of "
             f"{','.join(job.last['from_nodes'])} in {format_duration(took_s)}"
         )
-        await _all(part.open(text) for part in parts)
+        # This node last: as long as its journal says that the restore is under way, all begin it once more after a
+        # death of this agent; from then on the others' parts are open too.
+        await _all(part.open(text) for part in parts[1:])
+        await local.open(text)
     except BaseException:
         await asyncio.shield(_undo(parts))
         raise
@@ -177,9 +254,19 @@ async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> Non
         return
     message = f"not restored: {reason}. The job is held with its checkpoints kept; release it with "
     message += f"`scontrol release {job.job}` when the cause is gone"
-    try:
-        await slurm.requeue_hold(job.job)
-    except GpucrError as error:
-        message += f" (it could not be held: {error})"
+    while True:
+        try:
+            await still_ours(job, supervisor)  # a hold that comes late would hit a later run
+            await slurm.requeue_hold(job.job)
+            break
+        except RunOver:
+            message = ""
+            break
+        except RequeueFailed as error:
+            message += f" (it could not be held: {error})"
+            break
+        except SlurmError as error:
+            log.warning("the job cannot be held yet", job=job.job, error=str(error))
+        await asyncio.sleep(_PAUSE_S)
     await supervisor.refuse(message, HELD_EXIT_CODE)
 

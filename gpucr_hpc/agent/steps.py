@@ -13,6 +13,7 @@ import dataclasses
 import os
 import re
 import resource
+import secrets
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ log = Log(__name__)
 
 _WATCH_INTERVAL_S = 0.2  # how often srun's own words are looked for; its end is noticed at once
 _KEY = re.compile(r"[0-9a-f]{16}")
+LAUNCH_VARIABLE = "GPUCR_LAUNCH"
 _FAILED = 1 << 8  # wait(2) status of exit code 1
 
 
@@ -44,6 +46,7 @@ class Step:
     """One srun of the job. key, port, token: from its proxy. argv, env, cwd, umask: as the user called srun.
 
     pid, start: of the real srun's wrapper, 0 when it does not run. supervised: False for --no-checkpoint.
+    launch: names this start of the real srun; supervisors of an earlier one are sent away by it.
     """
 
     key: str
@@ -57,6 +60,7 @@ class Step:
     supervised: bool = True
     pid: int = 0
     start: int = 0
+    launch: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -65,12 +69,13 @@ class Step:
 @dataclass
 class StepOnNode:
     """What the agent of each node knows of a step: where its tasks' stdio goes, and which have ended (rank to wait(2)
-    status). tasks: number of the whole step, 0 when not known."""
+    status). tasks: number of the whole step, 0 when not known. launch: as in Step."""
 
     key: str
     stdio: str
     token: str
     tasks: int = 0
+    launch: str = ""
     ended: dict[int, int] = field(default_factory=dict)
 
 
@@ -176,7 +181,8 @@ class Steps:
         if step.supervised:
             assert job.geometry is not None
             stdio = f"{network.address(job.context.config.network, 0)}:{step.port}"
-            await job.on_all("step", key=step.key, stdio=stdio, token=step.token)
+            step.launch = secrets.token_hex(8)
+            await job.on_all("step", key=step.key, stdio=stdio, token=step.token, launch=step.launch)
         directory = job.run_dir.steps
         batch = job.supervisors["batch"]
         batch_env = environment_of(batch.pid)
@@ -184,7 +190,7 @@ class Steps:
         for name in without:
             env.pop(name, None)
         if step.supervised:
-            env["GPUCR_STEP"] = step.key
+            env |= {"GPUCR_STEP": step.key, LAUNCH_VARIABLE: step.launch}
         said = os.open(directory / f"{step.key}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         cwd = step.cwd if os.path.isdir(step.cwd) else "/"
         try:
@@ -230,10 +236,12 @@ class Steps:
             if ended:
                 break
             await asyncio.sleep(_WATCH_INTERVAL_S)
+        if self.steps.get(step.key) is not step:
+            return  # of a restore that was given up
         if self._job.phase is Phase.RESTORING:
             await self._job.step_failed(f"srun of step {step.key} ended: {_shown(said)}")
             return
-        if self.steps.get(step.key) is not step or self._job.leaving:
+        if self._job.leaving:
             return  # ended because the job leaves: after the move the step goes on
         await self._end(step, _read_status(result))
 
@@ -261,6 +269,14 @@ class Steps:
                 else:
                     os.kill(step.pid, number)
 
+    def stop(self) -> None:
+        """End the real sruns: the restore for which they were started is given up."""
+        for step in self.steps.values():
+            if step.pid and start_time(step.pid) == step.start:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(step.pid, signal.SIGTERM)
+        self.steps = {}
+
     # --- moves ------------------------------------------------------------------------------------------
 
     async def relaunch(self, saved: Iterable[dict[str, Any]], ranks: dict[str, dict[int, int]]) -> None:
@@ -269,7 +285,7 @@ class Steps:
         job = self._job
         assert job.geometry is not None
         for table in saved:
-            step = Step(**table | {"pid": 0, "start": 0})
+            step = Step(**table | {"pid": 0, "start": 0, "launch": ""})
             self.steps[step.key] = step
             args = self._first_command(srun_args.with_environment(srun_args.parse(step.argv), step.env))
             places = ranks.get(step.key, {})

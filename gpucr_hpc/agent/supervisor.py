@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpucr_hpc import wire
+from gpucr_hpc.capsule.processes import start_time
 
 
 @dataclass
@@ -14,10 +15,18 @@ class Supervisor:
     channel: wire.Channel
     hello: wire.Frame
     key: str
+    started: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = start_time(self.pid)
 
     @property
     def pid(self) -> int:
         return self.channel.peer.pid
+
+    def lives(self) -> bool:
+        """Whether its process is still there and is the one that said HELLO."""
+        return self.started is not None and start_time(self.pid) == self.started
 
     @property
     def uid(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -122,9 +123,9 @@ async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkCo
         await asyncio.to_thread(namespaces.create, namespace_name(job))
         if locked:
             await _nft(_LOCK, job)
-        await asyncio.to_thread(_configure, job, node_rank, geometry, config)
-        if config.nat:
-            await _nft(_NAT_INSIDE.format(address=_uplink_addresses(job)[1]), job)
+        seen_as = await asyncio.to_thread(_configure, job, node_rank, geometry, config)
+        if seen_as:
+            await _nft(_NAT_INSIDE.format(address=seen_as), job)
     except (GpucrError, NetlinkError, OSError) as error:
         await remove(job)
         raise CapsuleError(job=job, node=geometry.nodes[node_rank], reason=f"no network: {error}") from None
@@ -137,7 +138,8 @@ def _netlink(job: str) -> Iterator[tuple[Any, Any]]:
         yield host, inside
 
 
-def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> None:
+def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> str:
+    """Everything but the packet filter; the address as which the node sees the capsule, empty without a way out."""
     network = ipaddress.ip_network(config.subnet)
     own = address(config, node_rank)
     with _netlink(job) as (host, inside):
@@ -153,8 +155,12 @@ def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConf
                     inside.fdb("append", ifindex=index, lladdr=_mac(rank), dst=node_address)
         else:
             inside.addr("add", index=1, address=own, prefixlen=32)
-        if config.nat:
-            _add_uplink(job, own, host, inside)
+        return _add_uplink(job, own, host, inside) if config.nat else ""
+
+
+def tunnel_id(config: NetworkConfig, job: str) -> int:
+    """Number of a job's VXLAN; jobs whose ids lie 2**24 apart would share one."""
+    return (config.vni_base + int(job)) % (1 << 24)
 
 
 def _add_tunnel(
@@ -167,7 +173,7 @@ def _add_tunnel(
         "add",
         ifname=name,
         kind="vxlan",
-        vxlan_id=(config.vni_base + int(job)) % (1 << 24),
+        vxlan_id=tunnel_id(config, job),
         vxlan_port=config.vxlan_port,
         vxlan_local=local,
         vxlan_learning=0,
@@ -193,29 +199,43 @@ def _mtu_towards(host: Any, local: str) -> int:
     return 1500
 
 
-def _uplink_addresses(job: str) -> tuple[str, str]:
-    """Next hop of a capsule's way out, which no interface has, and the capsule's address as the node sees it."""
-    slot = int(job) % _UPLINK_SLOTS
-    return str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
+def _take_slot(job: str, outside: int, host: Any) -> tuple[str, str]:
+    """Next hop of a capsule's way out, which no interface has, and the capsule's address as the node sees it, with the
+    node's route to it. The kernel refuses a second route to an address: so jobs whose numbers lie 8192 apart do not
+    meet."""
+    for probe in range(_UPLINK_SLOTS):
+        slot = (int(job) + probe) % _UPLINK_SLOTS
+        gateway, seen_as = str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
+        try:
+            host.route("add", dst=f"{seen_as}/32", oif=outside, scope=_LINK)
+        except NetlinkError as error:
+            if error.code != errno.EEXIST:
+                raise
+            continue
+        return gateway, seen_as
+    raise OSError(errno.EADDRINUSE, f"all {_UPLINK_SLOTS} addresses of {_UPLINKS} are taken")
 
 
-def _add_uplink(job: str, own: str, host: Any, inside: Any) -> None:
-    """The way out. Neither end has an address, so that no library takes it for a network (UCX lists every interface
-    that has one, in this job and in any other job of the node); routes and neighbours are fixed instead."""
-    gateway, seen_as = _uplink_addresses(job)
+def _add_uplink(job: str, own: str, host: Any, inside: Any) -> str:
+    """The way out; returns the capsule's address as the node sees it.
+
+    Neither end has an address, so that no library takes it for a network (UCX lists every interface that has one, in
+    this job and in any other job of the node); routes and neighbours are fixed instead.
+    """
     name = _uplink(job)
     host.link("add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)})
     (outside,) = host.link_lookup(ifname=name)
     (uplink,) = inside.link_lookup(ifname="uplink")
     host.link("set", index=outside, state="up", IFLA_AF_SPEC=_NO_IPV6)
     inside.link("set", index=uplink, state="up", IFLA_AF_SPEC=_NO_IPV6)
+    gateway, seen_as = _take_slot(job, outside, host)
     host_mac = host.get_links(outside)[0].get_attr("IFLA_ADDRESS")
     inside_mac = inside.get_links(uplink)[0].get_attr("IFLA_ADDRESS")
     host.neigh("replace", dst=seen_as, lladdr=inside_mac, ifindex=outside, state=_PERMANENT)
-    host.route("add", dst=f"{seen_as}/32", oif=outside, scope=_LINK)
     inside.neigh("replace", dst=gateway, lladdr=host_mac, ifindex=uplink, state=_PERMANENT)
     inside.route("add", dst=f"{gateway}/32", oif=uplink, scope=_LINK, prefsrc=own)
     inside.route("add", dst="default", gateway=gateway, oif=uplink, prefsrc=own)
+    return seen_as
 
 
 def _uplink(job: str) -> str:

@@ -1,7 +1,8 @@
 """The order of a checkpoint: every node READY, its GPUs HELD, LOCKED, DUMPED; the commit; then every node finishes.
 
-Every phase waits for all nodes. A failure or the end of the time budget undoes all nodes, in reverse order, and the
-job runs on. Publication of the manifest is the single point after which the checkpoint exists.
+Every phase waits for all nodes. A failure or the end of the time budget undoes all nodes at once, so that one that does
+not answer keeps no other frozen, and the job runs on. Publication of the manifest is the single point after which the
+checkpoint exists.
 """
 
 from __future__ import annotations
@@ -14,12 +15,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from gpucr_hpc import faults
 from gpucr_hpc.errors import CutNotPossible, DeadlineExceeded
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
+_REACHED = {
+    "prepare": Point.PREPARED,
+    "gpu_lock": Point.GPUS_HELD,
+    "lock": Point.LOCKED,
+    "capture": Point.CAPTURED,
+}
 _HOLD_ATTEMPTS = 30
 _HOLD_RESERVE_S = 2.0
 _Result = TypeVar("_Result")
@@ -104,20 +111,23 @@ async def checkpoint(
             if phase == "lock":
                 agree()
             timings.mark(phase)
-            faults.reach(f"after {phase}")
+            await reach(_REACHED[phase], budget.job)
         await _within(publish(), "commit", budget)
         timings.mark("commit")
-        faults.reach("after commit")
+        await reach(Point.COMMITTED, budget.job)
         if leave is not None:
             await _all(participants, "commit", budget)
             await leave()
             timings.mark("requeue")
-            faults.reach("after requeue")
+            await reach(Point.REQUEUED, budget.job)
     except BaseException as error:
         log.warning("checkpoint undone", job=budget.job, error=str(error) or repr(error))
         await asyncio.shield(_undo(participants))
         raise
-    await asyncio.gather(*(p.finish() for p in participants))
+    done = await asyncio.gather(*(p.finish() for p in participants), return_exceptions=True)
+    for result in done:
+        if isinstance(result, Exception):  # there is no way back any more; a node that was lost looks after itself
+            log.warning("a node did not finish", job=budget.job, error=str(result) or repr(result))
     timings.mark("finish")
 
 
@@ -160,5 +170,4 @@ async def _within(work: Awaitable[_Result], phase: str, budget: Budget) -> _Resu
 
 
 async def _undo(participants: Sequence[Participant]) -> None:
-    for participant in reversed(participants):
-        await participant.undo()
+    await asyncio.gather(*(p.undo() for p in participants))

@@ -14,7 +14,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpucr_hpc import faults, wire
+from gpucr_hpc import wire
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
 from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.capsule.rundir import RunDir
@@ -22,6 +22,7 @@ from gpucr_hpc.config import EngineConfig
 from gpucr_hpc.engine import criu, pagemap
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import DumpFailed
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.log import Log
 from gpucr_hpc.proc import clean_env, run_async
 
@@ -79,7 +80,7 @@ class Dump:
         ended = self._ended = asyncio.ensure_future(self._criu.communicate())
         arrived = asyncio.ensure_future(self._arrived.wait())
         try:
-            faults.reach("criu started")
+            await reach(Point.CRIU_STARTED, capsule.job)
             done, _ = await asyncio.wait(
                 {ended, arrived}, timeout=self._config.dump_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )

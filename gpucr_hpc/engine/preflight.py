@@ -102,6 +102,8 @@ def _descriptors(pid: int, gpus: bool) -> Iterator[str]:
             continue
         if target in _REFUSED_ANONYMOUS:
             yield f"descriptor {number} is an {_REFUSED_ANONYMOUS[target]}".replace("an p", "a p")
+        elif "/infiniband/" in target:
+            yield f"descriptor {number} is the RDMA device {target}, whose state is in it: have the job use TCP"
         elif stat.S_ISCHR(status.st_mode):
             reason = _device(status.st_rdev)
             if reason:

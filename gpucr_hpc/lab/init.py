@@ -1,4 +1,4 @@
-"""PID 1 of a lab node: starts its daemons, reaps, restarts the agent as systemd would. Standard library only.
+"""PID 1 of a lab node: starts its daemons, reaps, restarts slurmd and agent as systemd would. Standard library only.
 
 Runs inside the node as `python3 -m gpucr_hpc.lab.init ROLE ADDRESS/PREFIX GATEWAY`. Each daemon's pid is in
 /run/lab/NAME.pid while it runs, and its end in /run/lab/NAME.exit; the host reads them through
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 RUN = Path("/run/lab")
+FAULTS = RUN / "faults"
 MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
 _PACKAGE = Path("/usr/lib/python3/dist-packages/gpucr_hpc")
 _RESTART_DELAY_S = 0.5
@@ -106,11 +107,11 @@ def daemons_of(role: str) -> list[Daemon]:
     if role == "ctl":
         ctld = ("/usr/sbin/slurmctld", "-D")
         return [munged, Daemon("slurmctld", ctld, _munge_answers, "/var/log/slurmctld.stderr")]
-    # Tests write the file and so choose a fault point of the agent.
-    agent = ("/usr/bin/env", f"GPUCR_FAULT_FILE={RUN}/fault", "/usr/bin/python3", "-m", "gpucr_hpc.agent")
+    # Tests write files there and so choose fault points of the agent.
+    agent = ("/usr/bin/env", f"GPUCR_FAULTS={FAULTS}", "/usr/bin/python3", "-m", "gpucr_hpc.agent")
     return [
         munged,
-        Daemon("slurmd", ("/usr/sbin/slurmd", "-D"), _controller_answers, "/var/log/slurmd.stderr"),
+        Daemon("slurmd", ("/usr/sbin/slurmd", "-D"), _controller_answers, "/var/log/slurmd.stderr", restart=True),
         Daemon("agent", agent, _agent_can_start, "/var/log/agent.log", restart=True),
     ]
 
@@ -119,6 +120,7 @@ def _prepare(address: str, gateway: str) -> None:
     batch = f"link set lo up\naddr add {address} dev eth0\nlink set eth0 up\nroute add default via {gateway}\n"
     subprocess.run(["ip", "-batch", "-"], input=batch.encode(), check=True)
     RUN.mkdir()
+    FAULTS.mkdir()
     for name, user in (
         ("/run/munge", "munge"),
         ("/var/lib/munge", "munge"),

@@ -16,12 +16,22 @@ _REQUEUE_DELAY_SINCE = (25, 11)
 
 async def requeue(job_id: str) -> None:
     """Requeue a running batch job under its id; raise RequeueFailed with Slurm's reason."""
-    await _requeue("requeue", job_id)
+    if not (await _living(job_id)).requeued:
+        await _requeue("requeue", job_id)
 
 
 async def requeue_hold(job_id: str) -> None:
     """Requeue a job and hold it, so that nothing runs before somebody has looked."""
+    await _living(job_id)
     await _requeue("requeuehold", job_id)
+
+
+async def _living(job_id: str) -> query.JobInfo:
+    """slurmctld would requeue a job that has ended, too, even after scancel: that must not bring it back."""
+    info = await query.job(job_id)
+    if not info.running and not info.requeued:
+        raise RequeueFailed(job=job_id, reason=f"it is {' '.join(sorted(info.states))}")
+    return info
 
 
 async def _requeue(verb: str, job_id: str) -> None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc import proc
+from gpucr_hpc.faults import Point
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import USERS
 from gpucr_hpc.lab.wait import wait_until
 
 ON = "--checkpoint-on-preempt"
-FAULT = "run/lab/fault"
+FAULTS = "run/lab/faults"
 # What gpucr and Slurm say in a job's output besides what the job itself writes.
 _FOREIGN = re.compile(r"gpucr: [^\n]*\n|(slurmstepd: |\[[^]\n]*\] )error: \*\*\*[^\n]*\n")
 
@@ -231,14 +232,41 @@ def bench(lab: Lab, name: str, user: str = "alice") -> Bench:
 # --- agents ---
 
 
-def arm(lab: Lab, node: str, point: str, action: str = "kill") -> None:
-    """Let the node's agent meet a fault when it next comes to this point."""
-    (lab.root(node) / FAULT).write_text(f"{point} {action}\n")
+def arm(job: JobRun, point: Point, action: str = "kill", *, nodes: Iterable[str]) -> None:
+    """Let these nodes' agents meet a fault when they next come to this point with this job."""
+    for node in nodes:
+        (job.lab.root(node) / FAULTS / str(job.id)).write_text(f"{point.label} {action}\n")
 
 
-def fired(lab: Lab, node: str, timeout_s: float = 60) -> None:
+def fired(job: JobRun, node: str, timeout_s: float = 60) -> None:
     """Wait until the fault has happened."""
-    wait_until(lambda: not (lab.root(node) / FAULT).exists(), timeout_s, f"the fault on {node}")
+    wait_until(lambda: not (job.lab.root(node) / FAULTS / str(job.id)).exists(), timeout_s, f"the fault on {node}")
+
+
+def stopped_at(job: JobRun, node: str, timeout_s: float = 60) -> None:
+    """Wait until the node's agent stands at the point for which `stop` was ordered."""
+    at = job.lab.root(node) / FAULTS / f"{job.id}.at"
+    wait_until(at.exists, timeout_s, f"job {job.id} to come to its fault point on {node}:\n{job.raw[-1000:]}")
+
+
+def only_at(job: JobRun, node: str, timeout_s: float = 60) -> None:
+    """As stopped_at; agents of other nodes that come to the point first are let go."""
+
+    def look() -> bool:
+        for other in set(job.lab.nodes()[1:]) - {node}:
+            for name in (f"{job.id}", f"{job.id}.at"):
+                (job.lab.root(other) / FAULTS / name).unlink(missing_ok=True)
+        return (job.lab.root(node) / FAULTS / f"{job.id}.at").exists()
+
+    wait_until(look, timeout_s, f"job {job.id} to come to its fault point on {node}:\n{job.raw[-1000:]}")
+
+
+def disarm(job: JobRun) -> None:
+    """No agent meets a fault of this job any more, and those that stand at one go on."""
+    for node in job.lab.nodes()[1:]:
+        if job.lab.pid(node) is not None:
+            for name in (f"{job.id}", f"{job.id}.at"):
+                (job.lab.root(node) / FAULTS / name).unlink(missing_ok=True)
 
 
 def agent_pid(lab: Lab, node: str) -> int | None:

@@ -77,3 +77,61 @@ def count(name: str, pause: float = 0.1, code: int = 3) -> str:
     for key, value in {"name": name, "pause": pause, "code": code}.items():
         text = text.replace("{" + key + "}", str(value))
     return text
+
+# Two ranks of a step on two nodes that send each other blocks and check every byte, until the file NAME.stop is there.
+# Each turn is a line of output and a line in a file of the rank that stays open. argv: NAME, host of rank 0.
+PAIR = r'''
+import os, socket, struct, sys, time
+
+name, host, rank = sys.argv[1], sys.argv[2], int(os.environ["SLURM_PROCID"])
+log = open(f"{name}.{rank}", "a", buffering=1)
+END = 0
+
+def block(turn):
+    return struct.pack("<Q", turn) * 8192
+
+def receive(conn, *turns):
+    data = b""
+    while len(data) < 65536:
+        part = conn.recv(65536 - len(data))
+        if not part:
+            sys.exit(f"rank {rank}: the connection ended")
+        data += part
+    for turn in turns:
+        if data == block(turn):
+            return turn
+    sys.exit(f"rank {rank}: wrong bytes, wanted {turns}, got {struct.unpack('<Q', data[:8])}")
+
+if rank == 0:
+    with socket.create_server(("", 5800)) as server:
+        conn, _ = server.accept()
+else:
+    while True:
+        try:
+            conn = socket.create_connection((host, 5800))
+            break
+        except OSError:
+            time.sleep(0.05)
+turn = 0
+while True:
+    turn += 1
+    if rank == 0:
+        last = os.path.exists(f"{name}.stop")
+        conn.sendall(block(END if last else turn))
+        receive(conn, END if last else turn)
+    else:
+        last = receive(conn, turn, END) == END
+        conn.sendall(block(END if last else turn))
+    if last:
+        break
+    log.write(f"{turn}\n")
+    print(f"rank {rank} turn {turn}", flush=True)
+    if rank == 0:
+        time.sleep(0.1)
+print(f"rank {rank} good")
+'''
+
+
+def pair(name: str) -> str:
+    """A batch script with a step of PAIR (pair.py) and one after it; exit code 3."""
+    return f"srun -n 2 -N 2 python3 pair.py {name} $(hostname)\necho status $?\nsrun -n 2 -N 2 echo later\nexit 3\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jobs import JobRun, arm, bench, each, fired, take
 from programs import count
 
+from gpucr_hpc.faults import Point
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.wait import wait_until
 
@@ -97,9 +98,9 @@ def test_a_job_that_ends_in_the_grace_time_is_not_run_again(lab: Lab) -> None:
     highs = []
     for job in jobs.values():
         job.says("ready\n")
-        arm(lab, job.node, "after prepare", "fail")
+        arm(job, Point.PREPARED, "fail", nodes=[job.node])
         highs.append(take(lab, job.node))
-        fired(lab, job.node)
+        fired(job, job.node)
         job.says("the job runs on")
     (on.directory / "go").touch()
     for n, job in jobs.items():

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gpucr_hpc import faults
 from gpucr_hpc.capsule.processes import Process, read_process
 from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.engine.cuda import inventory as inventories
@@ -37,6 +36,7 @@ from gpucr_hpc.errors import (
     GpucrError,
     HostError,
 )
+from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.log import Log
 from gpucr_hpc.units import format_bytes
 
@@ -190,7 +190,7 @@ class NodeGpus:
         start = time.monotonic()
         await self._all(self._checkpoint)
         self.took_s["checkpoint"] = round(time.monotonic() - start, 3)
-        faults.reach("gpu checkpointed")
+        await reach(Point.GPUS_SAVED, self._job)
 
     async def _checkpoint(self, process: GpuProcess) -> None:
         try:

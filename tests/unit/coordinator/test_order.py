@@ -145,12 +145,12 @@ def test_phases_are_timed():
 
 
 @pytest.mark.parametrize("fault", [f"{node} {phase}" for node in "ab" for phase in PHASES])
-def test_failure_of_a_node_undoes_all_in_reverse(fault):
+def test_failure_of_a_node_undoes_all(fault):
     """Before the commit every node goes back, whichever failed and whenever; nothing is published."""
     case = Case(fail=fault)
     with pytest.raises(GpucrError, match=f"{fault[0]} cannot"):
         case.run()
-    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"a undo", "b undo"} == set(case.journal[-2:])
     assert {"publish", "leave"}.isdisjoint(case.journal)
     later = PHASES[PHASES.index(fault[2:]) + 1 :]
     assert not [line for line in case.journal if line[2:] in later], "no node goes on to a later phase"
@@ -173,7 +173,7 @@ def test_gpus_that_never_come_to_rest(monkeypatch):
     case.nodes[0].busy = 99
     with pytest.raises(CutNotPossible, match="a is busy"):
         case.run()
-    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"a undo", "b undo"} == set(case.journal[-2:])
     assert "a lock" not in case.journal
 
 
@@ -191,7 +191,7 @@ def test_failure_of_commit_or_requeue_undoes_all(step):
     case = Case(fail=step)
     with pytest.raises(GpucrError, match=f"cannot {step}"):
         case.run()
-    assert [step, "b undo", "a undo"] == case.journal[-3:]
+    assert (step, {"a undo", "b undo"}) == (case.journal[-3], set(case.journal[-2:]))
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_deadline_undoes_all(hang, phase):
     case = Case(hang=hang)
     with pytest.raises(DeadlineExceeded, match=f"{phase} was not done within 0.6 s"):
         case.run(limit_s=0.6)
-    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"a undo", "b undo"} == set(case.journal[-2:])
 
 
 def test_spent_budget_begins_nothing_that_it_cannot_end():
@@ -216,7 +216,46 @@ def test_failure_of_one_node_stops_the_others_phase():
     case = Case(fail="a capture", hang="b capture")
     with pytest.raises(GpucrError, match="a cannot capture"):
         case.run()
-    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"a undo", "b undo"} == set(case.journal[-2:])
+
+
+def test_a_node_that_cannot_finish_is_left_behind():
+    """After the requeue there is no way back: the others end their trees, and it is no failure of the checkpoint."""
+    journal = Case(fail="b finish").run()
+    assert {"a finish", "b finish"} == set(journal[-2:])
+
+
+def test_a_node_that_does_not_undo_keeps_no_other_frozen():
+    """Every node is told at once."""
+    case = Case(fail="a capture")
+    held = asyncio.Event()
+
+    async def stuck() -> None:
+        case.journal.append("b undo begins")
+        await held.wait()
+
+    case.nodes[1].undo = stuck
+
+    async def run() -> None:
+        work = asyncio.ensure_future(
+            checkpoint(
+                case.nodes,
+                Budget("7", 10.0),
+                agree=case.agree,
+                publish=case.step("publish"),
+                leave=None,
+                timings=case.timings,
+            )
+        )
+        async with asyncio.timeout(5):
+            while "a undo" not in case.journal:
+                await asyncio.sleep(0.001)
+        assert not work.done()
+        held.set()
+        with pytest.raises(GpucrError, match="a cannot capture"):
+            await work
+
+    asyncio.run(run())
 
 
 def test_cancellation_undoes_all():
@@ -241,4 +280,4 @@ def test_cancellation_undoes_all():
             await work
 
     asyncio.run(stop())
-    assert ["b undo", "a undo"] == case.journal[-2:]
+    assert {"a undo", "b undo"} == set(case.journal[-2:])

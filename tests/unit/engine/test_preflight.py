@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -97,6 +98,20 @@ def test_object_without_a_way_back_is_named(child, code, word):
     found = findings(made.pid)
     assert any(word in line for line in found), found
     assert all(f"(pid {made.pid})" in line for line in found)
+
+
+def test_rdma_device_is_named(child, tmp_path):
+    """Queue pairs live in the adapter; a descriptor of its device is enough to refuse."""
+    device = tmp_path / "infiniband/uverbs0"
+    device.parent.mkdir()
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(231, 192))
+    except PermissionError:
+        pytest.skip("device nodes need root")
+    made = child(f"os.open({str(device)!r}, os.O_PATH)")  # no driver is needed for that
+    (found,) = findings(made.pid)
+    assert f"is the RDMA device {device}" in found
+    assert "use TCP" in found
 
 
 def test_traced_process_is_named(child):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from gpucr_hpc.errors import RequeueFailed
 from gpucr_hpc.proc import Result
 from gpucr_hpc.slurm import control, query
 
@@ -56,3 +58,31 @@ def test_a_job_is_forgiven_for_its_own_move_only(monkeypatch, info: query.JobInf
     monkeypatch.setattr(control, "run_async", run)
     asyncio.run(control.forgive("7", "n9", 3))
     assert calls == ([["scontrol", "update", "JobId=7", "ExcNodeList=n9"]] if asked else [])
+
+
+@pytest.mark.parametrize(
+    ("states", "asked", "error"),
+    [
+        ({"RUNNING"}, True, ""),
+        ({"PENDING", "COMPLETING"}, False, ""),
+        ({"CANCELLED", "COMPLETING"}, False, "CANCELLED"),
+        ({"FAILED"}, False, "FAILED"),
+    ],
+    ids=["runs", "is requeued already", "was cancelled", "has failed"],
+)
+def test_only_a_running_job_is_requeued(monkeypatch, states: set[str], asked: bool, error: str):
+    """slurmctld would requeue a job that has ended: one that its user cancelled meanwhile must not come back."""
+    calls: list[Sequence[str]] = []
+
+    async def job(_job: str) -> query.JobInfo:
+        return replace(PENDING, states=frozenset(states))
+
+    async def run(argv: Sequence[str], **_: object) -> Result:
+        calls.append(argv)
+        return Result(tuple(argv), 0, "", "", 0.0)
+
+    monkeypatch.setattr(control.query, "job", job)
+    monkeypatch.setattr(control, "run_async", run)
+    with pytest.raises(RequeueFailed, match=error) if error else nullcontext():
+        asyncio.run(control.requeue("7"))
+    assert calls == ([["scontrol", "requeue", "7"]] if asked else [])

@@ -1,0 +1,113 @@
+"""kill -9 of every part of a job of two nodes at every numbered point of a checkpoint and a restore.
+
+The job is a batch script with a step whose two ranks exchange checked blocks. It has one set from before the fault.
+Whatever is killed, in the end every turn of every rank is there once and in order, and nothing is left on any node.
+
+Here a choice of points for each victim is run; with GPUCR_TEST_FAULTS=all every victim meets every point (25 minutes).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from faultcases import BACK, FAILED, HELD, ON, STEP_KILLED, Case, cases, kill
+from jobs import agent_back, bench, disarm, each
+
+from gpucr_hpc.faults import Point
+from gpucr_hpc.lab.cluster import Lab
+
+VICTIMS = (
+    *("agent-lead", "agent-other", "supervisor-lead", "supervisor-other", "init-lead", "init-other"),
+    *("slurmd-lead", "slurmd-other", "node-lead", "node-other"),
+)
+POINTS = [p for p in Point if "GPU" not in p.state]
+_TOGETHER = 3  # jobs of one test
+
+# What continuous integration runs of the whole.
+CHOICE = {
+    "agent-lead": [Point.FROZEN, Point.COMMITTED, Point.REQUEUED, Point.STEPS_STARTED, Point.RESTORED, Point.UNLOCKED],
+    "agent-other": [Point.FROZEN, Point.MARKED, Point.ENDED, Point.BUILT, Point.RESTORED, Point.UNLOCKED],
+    "supervisor-lead": [Point.FROZEN, Point.REQUEUED, Point.RESTORED],
+    "supervisor-other": [Point.LOCKED, Point.COMMITTED, Point.ALL_RESTORED],
+    "init-lead": [Point.FROZEN, Point.COMMITTED, Point.BUILT],
+    "init-other": [Point.LOCKED, Point.REQUEUED, Point.RESTORED],
+    "slurmd-lead": [Point.FROZEN, Point.REQUEUED, Point.BUILT],
+    "slurmd-other": [Point.CAPTURED, Point.ENDED, Point.STEPS_STARTED],
+    "node-lead": [Point.FROZEN, Point.REQUEUED],
+    "node-other": [Point.COMMITTED, Point.RESTORED],
+}
+
+
+def possible(victim: str, point: Point) -> bool:
+    """Whether there is such a process at this point."""
+    if victim.startswith("init"):
+        return point not in (Point.ENDED, Point.CHECKED)
+    if victim == "supervisor-other":
+        return point not in (Point.CHECKED, Point.BUILT)
+    return True
+
+
+def expected(victim: str, point: Point) -> set[str]:
+    """How a job may come through."""
+    what = victim.partition("-")[0]
+    committed, gone, back = (point.number >= p.number for p in (Point.COMMITTED, Point.REQUEUED, Point.CHECKED))
+    if what == "slurmd":
+        # One that is started anew may take the requeued job for its former run, and Slurm then holds it.
+        return {BACK, HELD}
+    if what == "node" or (gone and not back):
+        return {BACK}
+    if what == "agent":
+        return {BACK} if back else {ON}
+    if what == "init" and committed:
+        return {BACK, FAILED} if not back else {HELD, FAILED}
+    if victim == "supervisor-other":
+        return {BACK, STEP_KILLED}
+    # Slurm learns of the killed task about when the checkpoint goes on: it may be committed before.
+    # The image is whole from "frozen" on, whoever dies then.
+    return {FAILED} if back else {BACK, FAILED}
+
+
+def batches() -> Iterator[tuple[str, list[Point]]]:
+    """Victim and points of one test."""
+    everything = os.environ.get("GPUCR_TEST_FAULTS") == "all"
+    for victim in VICTIMS:
+        points = [p for p in (POINTS if everything else CHOICE[victim]) if possible(victim, p)]
+        size = 2 if victim.startswith("node") else _TOGETHER
+        for begin in range(0, len(points), size):
+            yield victim, points[begin : begin + size]
+
+
+def shown(value: object) -> str:
+    return "+".join(str(p.number) for p in value) if isinstance(value, list) else str(value)
+
+
+def strike(lab: Lab, victim: str, all_cases: list[Case]) -> set[str]:
+    """Kill every case's victim; nodes whose agent is to come back."""
+    agents = {case.node for case in all_cases} if victim.startswith("agent") else set()
+    for node in agents:
+        lab.exec(node, ["kill", "-KILL", str(lab.daemons(node)["agent"])])
+    if not agents:
+        for case in all_cases:
+            kill(lab, case)
+    return agents
+
+
+@pytest.mark.parametrize(("victim", "points"), list(batches()), ids=shown)
+def test_killed(lab: Lab, victim: str, points: list[Point]) -> None:
+    """Nothing is lost, nothing runs twice, nothing is left."""
+    on = bench(lab, "faults")
+    all_cases = cases(on, victim, points)
+    each([case.begin for case in all_cases])
+    try:
+        each([case.reach for case in all_cases])
+        agents = strike(lab, victim, all_cases)
+    finally:
+        for case in all_cases:
+            disarm(case.job)
+    for node in agents:
+        agent_back(lab, node)
+    ways = dict(zip(points, each([case.settle for case in all_cases]), strict=True))
+    assert {p.label: how for p, how in ways.items() if how not in expected(victim, p)} == {}
+    each([lambda case=case: case.whole(ways[case.point]) for case in all_cases])

@@ -1,0 +1,174 @@
+"""Agents among themselves: requests, errors, and connections that end or are cut off in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from gpucr_hpc.agent import peers
+from gpucr_hpc.agent.peers import Connector, Peer, Session
+from gpucr_hpc.errors import PeerLost, StoreFull
+from gpucr_hpc.image.keys import SigningKey
+
+KEY, FOREIGN = SigningKey(bytes(range(32))), SigningKey(bytes(32))
+
+
+class Recorder(Session):
+    """Writes down what happens to it; `hold` keeps its slow requests from ending."""
+
+    interruptible = frozenset({"slow"})
+
+    def __init__(self, journal: list[str], hold: asyncio.Event) -> None:
+        self._journal, self._hold = journal, hold
+
+    async def do_echo(self, word: str) -> str:
+        return word
+
+    async def do_full(self) -> None:
+        raise StoreFull(path="/store", reason="0 bytes free")
+
+    async def do_slow(self) -> None:
+        await self._wait("slow")
+
+    async def do_firm(self) -> None:
+        await self._wait("firm")
+
+    async def _wait(self, name: str) -> None:
+        self._journal.append(f"{name} begins")
+        try:
+            await self._hold.wait()
+        except asyncio.CancelledError:
+            self._journal.append(f"{name} given up")
+            raise
+        self._journal.append(f"{name} done")
+
+    async def close(self) -> None:
+        self._journal.append("closed")
+
+
+def with_peer(case: Callable[[Peer, list[str], asyncio.Event], Awaitable[None]]) -> list[str]:
+    """Run a case with one connection; what the server's side wrote down."""
+
+    async def run() -> list[str]:
+        journal: list[str] = []
+        hold = asyncio.Event()
+        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
+        port = server.sockets[0].getsockname()[1]
+        peer = await Connector(KEY, port).open("7", "n2", "127.0.0.1")
+        try:
+            await asyncio.wait_for(case(peer, journal, hold), 10)
+        finally:
+            peer.close()
+            hold.set()
+            await until(lambda: "closed" in journal)
+            server.close()
+        return journal
+
+    return asyncio.run(run())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_answers_and_errors_come_back() -> None:
+    """An error of the other side is raised here as the same error."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        assert await peer.call("echo", word="a") == "a"
+        with pytest.raises(StoreFull, match="0 bytes free"):
+            await peer.call("full")
+        assert await peer.call("echo", word="b") == "b"
+
+    assert with_peer(case) == ["closed"]
+
+
+def test_request_is_given_up_when_the_connection_ends() -> None:
+    """A lead that dies in the middle of a node's dump must not leave the tree frozen until the dump is done."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        call = asyncio.ensure_future(peer.call("slow"))
+        await until(lambda: "slow begins" in journal)
+        peer.close()
+        await until(lambda: "closed" in journal)
+        assert not hold.is_set()
+        await asyncio.gather(call, return_exceptions=True)
+
+    assert with_peer(case) == ["slow begins", "slow given up", "closed"]
+
+
+def test_other_requests_are_carried_to_their_end() -> None:
+    """What has no way back, such as the end of a tree, is not left half done."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        call = asyncio.ensure_future(peer.call("firm"))
+        await until(lambda: "firm begins" in journal)
+        peer.close()
+        hold.set()
+        await asyncio.gather(call, return_exceptions=True)
+
+    assert with_peer(case) == ["firm begins", "firm done", "closed"]
+
+
+def test_a_call_that_is_cut_off_ends_the_connection() -> None:
+    """Its late answer would be taken for that of the next request."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(peer.call("slow"), 0.05)
+        with pytest.raises(PeerLost, match="cut off"):
+            await peer.call("echo", word="a")
+        await until(lambda: "closed" in journal)
+
+    assert with_peer(case) == ["slow begins", "slow given up", "closed"]
+
+
+def test_a_peer_that_works_long_is_waited_for_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Signs of life come while a request is carried out; without them the peer is lost."""
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        monkeypatch.setattr(peers, "ALIVE_S", 0.02)
+        asyncio.get_running_loop().call_later(0.5, hold.set)
+        await peer.call("slow")
+        hold.clear()
+        monkeypatch.setattr(peers, "ALIVE_S", 60)
+        with pytest.raises(PeerLost, match="not say a word"):
+            await peer.call("slow")
+        await until(lambda: "closed" in journal)
+
+    assert with_peer(case) == ["slow begins", "slow done", "slow begins", "slow given up", "closed"]
+
+
+def test_a_silent_peer_is_noticed() -> None:
+    """Both ends probe: a node without power sends no end of a connection."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        sock = peer._writer.get_extra_info("socket")
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
+
+    with_peer(case)
+
+
+async def _say_hello(connector: Connector) -> None:
+    peer = await connector.open("7", "n2", "127.0.0.1")
+    await peer.call("echo", word="a")
+
+
+def test_a_foreign_key_is_refused() -> None:
+    """Only holders of the cluster's key may give orders."""
+
+    async def case() -> None:
+        server = await peers.serve("127.0.0.1", 0, KEY, Session)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(PeerLost):
+            await _say_hello(Connector(FOREIGN, port))
+        server.close()
+
+    asyncio.run(case())
