@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import typer
 
 from gpucr_hpc import slurm
+from gpucr_hpc.agent import recipients
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.engine.cuda import doctor as gpu_doctor
 from gpucr_hpc.errors import GpucrError
-from gpucr_hpc.image.keyfiles import load_signing_key, load_site_key
+from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trusted
 from gpucr_hpc.units import format_bytes
 
 _Finding = dict[str, Any]
@@ -98,14 +99,24 @@ async def _examine(config: Config) -> list[_Finding]:
 
 
 def _keys(config: Config) -> list[_Finding]:
+    keys = config.keys
+    loaders: tuple[tuple[str, Callable[[], object]], ...] = (
+        (keys.site, lambda: load_site_keys(keys.site, keys.others)),
+        (keys.signing, lambda: load_trusted(keys.trusted, load_signing_key(keys.signing))),
+    )
     findings = []
-    for path, loader in ((config.keys.site, load_site_key), (config.keys.signing, load_signing_key)):
+    for path, loader in loaders:
         try:
-            loader(path)
+            loader()
             findings.append(_finding("key", True, path))
         except GpucrError as error:
             findings.append(_finding("key", False, error, error.advice()))
-    return findings
+    found, problems = recipients.of_site(keys)
+    findings += [_finding("recipient", True, f"{r.key_id} {r.method} {r.name}".strip()) for r in found]
+    return findings + [
+        _finding("recipient", False, problem, "new checkpoints are not sealed for him: renew or remove the file")
+        for problem in problems
+    ]
 
 
 def _agent(config: Config) -> list[_Finding]:

@@ -11,6 +11,7 @@ import pytest
 from site_sample import IDS, JOB
 
 from gpucr_hpc.cli import rewrap as module
+from gpucr_hpc.cli.cmd_doctor import _keys
 from gpucr_hpc.cli.rewrap import Wish, rewrap
 from gpucr_hpc.config import load
 from gpucr_hpc.errors import CheckpointMissing
@@ -175,3 +176,14 @@ def test_no_secret_in_arguments_environment_or_output(site, monkeypatch, capfd):
         raw = repr(bytes.fromhex(secret))[2:-1] if len(secret) == 64 and not secret.startswith("MC") else secret
         assert not any(raw in text for text in texts)
     assert "GPUCR_CONFIG" in os.environ
+
+
+def test_doctor_names_keys_and_recipients(site):
+    """Each good one, and each that cannot be used with what it costs; a key open to others is a failure."""
+    (site.root / "auditor.pem").write_bytes(new_key_pair()[1])
+    site.configure(f'recipients = ["{site.root}/auditor.pem", "{site.root}/missing.pem"]')
+    (site.root / "keys/site.d/x.key").write_text("cd" * 32)
+    (site.root / "keys/site.d/x.key").chmod(0o644)
+    found = [(f["what"], f["good"], f["detail"]) for f in _keys(load(site.config))]
+    assert [("key", False), ("key", True), ("recipient", True), ("recipient", False)] == [f[:2] for f in found]
+    assert "x.key" in found[0][2] and "missing.pem" in found[3][2]
