@@ -144,21 +144,27 @@ class Catalog:
         latest = await self.record(job, _LATEST) or {}
         return str(latest["checkpoint"]) if latest.get("left") else None
 
-    async def prune(self, job: str, keep_last: int) -> list[str]:
-        """Remove what is older than the last `keep_last` good checkpoints of a living job, at least one; their ids."""
-        candidates = await self.judged(await self.entries(job), max(1, keep_last))
+    async def prune(self, job: str, keep_last: int, *, fresh: str = "") -> list[str]:
+        """Remove what is older than the last `keep_last` good checkpoints of a living job, at least one; their ids.
+
+        fresh: a checkpoint that was committed just now, which need not be looked at.
+        """
+        entries = await self.entries(job)
+        if len(entries) <= max(1, keep_last):
+            return []
+        candidates = await self.judged(entries, max(1, keep_last), fresh)
         gone = removable(candidates, live=True, now=time.time(), keep_last=keep_last)
         for checkpoint in gone:
             await self._worker.call("delete", job=job, checkpoint=checkpoint)
         return gone
 
-    async def judged(self, entries: list[Entry], wanted: int) -> list[Candidate]:
+    async def judged(self, entries: list[Entry], wanted: int, fresh: str = "") -> list[Candidate]:
         """Entries of one job with a word on each: good when manifest, sizes, index and digests are. Of the newest it is
         looked at until `wanted` are good; those before them are taken at their manifest's word."""
         found: list[Candidate] = []
         for entry in reversed(entries):
             good = entry.manifest is not None
-            if good and sum(c.good for c in found) < wanted:
+            if good and entry.checkpoint != fresh and sum(c.good for c in found) < wanted:
                 good = await self.problem(entry) is None
             found.append(Candidate(entry.checkpoint, good))
         return found[::-1]

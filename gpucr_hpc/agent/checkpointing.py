@@ -261,7 +261,8 @@ class _Checkpoint:
     async def _prune(self) -> None:
         """A new set was committed: remove those beyond the number to keep."""
         try:
-            await self._catalog.prune(self._job.job, self._job.context.config.store.keep_last)
+            keep_last = self._job.context.config.store.keep_last
+            await self._catalog.prune(self._job.job, keep_last, fresh=self._id)
         except GpucrError as error:
             log.warning("old checkpoints not removed", job=self._job.job, error=str(error))
 

@@ -29,6 +29,7 @@ class Worker:
         self.records: dict[tuple[str, str], str] = {}
         self.meta: dict[str, Any] = {"ranks": []}
         self.broken: set[tuple[str, str]] = set()
+        self.looked_at: list[str] = []
 
     def add(self, checkpoint: str, *, job: str = JOB, uid: int = UID, key: SigningKey = SIGNING, at: str = "") -> None:
         manifest = Manifest(
@@ -47,6 +48,7 @@ class Worker:
                     if job in (None, owner)
                 ]
             case "verify":
+                self.looked_at.append(fields["checkpoint"])
                 if (job, fields["checkpoint"]) in self.broken:
                     raise IntegrityError(path="r0000-p00.pack", reason="test")
             case "delete":
@@ -152,6 +154,18 @@ def test_prune_counts_good_ones_only(catalog, worker):
     assert [IDS[1], IDS[2]] == asyncio.run(catalog.prune(JOB, 1))
     worker.broken.add((JOB, IDS[3]))
     assert [] == asyncio.run(catalog.prune(JOB, 1)), "none is good, so none goes"
+
+
+def test_prune_after_a_commit_opens_no_image_without_need(catalog, worker):
+    """The new one was just written; as long as there are no more than are kept, none is looked at."""
+    for checkpoint in IDS[:2]:
+        worker.add(checkpoint)
+    asyncio.run(catalog.prune(JOB, 2, fresh=IDS[1]))
+    assert [] == worker.looked_at
+    worker.add(IDS[2])
+    asyncio.run(catalog.prune(JOB, 2, fresh=IDS[2]))
+    assert [IDS[1]] == worker.looked_at
+    assert [(JOB, IDS[1]), (JOB, IDS[2])] == sorted(worker.manifests)
 
 
 def test_density_is_that_of_the_newest_good_one(catalog, worker):
