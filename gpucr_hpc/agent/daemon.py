@@ -80,6 +80,7 @@ class Agent:
                     continue
                 if left:
                     log.info("job is over, its lead did not say so", job=name)
+                    job.spawn(slurm.forgive(name, job.excluded, job.run + 1))  # the lead's node may be lost
                     await job.discard()
                     self.jobs.pop(name, None)
 

@@ -409,8 +409,8 @@ class ProtectedJob:
         if capsule is None or geometry is None or self.node_rank == 0:
             return
         await wait_gone(capsule.init_pid)
-        if self.leaving or self.capsule is None or self.capsule.init_pid != capsule.init_pid:
-            return
+        if self.leaving or self.geometry is None or self.capsule is None or self.capsule.init_pid != capsule.init_pid:
+            return  # it was ended in order
         log.warning("the capsule died", job=self.job)
         try:
             async with self.context.connector.to(self.job, geometry.nodes[0], geometry.addresses[0]) as peer:

@@ -89,6 +89,7 @@ def member_fields(job: ProtectedJob) -> dict[str, Any]:
         "nodes": list(job.geometry.nodes),
         "addresses": list(job.geometry.addresses),
         "store_root": job.store_root,
+        "excluded": job.excluded,
     }
 
 
@@ -115,6 +116,8 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
             log.exception("unexpected")  # a fault of ours must not make a job start from its beginning
         log.error("job not taken", job=job.job, error=str(error))
         if isinstance(error, RunOver):
+            # A node was lost: the job may need one that it was kept away from at its last move.
+            job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))
             await supervisor.refuse("", 1)
         elif restarted and not isinstance(error, PermissionRefused | Refused):
             await restarting.give_up(job, supervisor, str(error))

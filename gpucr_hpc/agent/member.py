@@ -47,6 +47,7 @@ class MemberSession(Session):
         found = self._jobs.setdefault(job, ProtectedJob(self._context, job))
         found.uid, found.gid, found.run = fields["uid"], fields["gid"], fields["run"]
         found.groups, found.store_root = tuple(fields["groups"]), fields["store_root"]
+        found.excluded = fields["excluded"]
         found.node_rank = node_rank
         found.geometry = Geometry(*(tuple(fields[k]) for k in ("names", "nodes", "addresses")))
         return found
