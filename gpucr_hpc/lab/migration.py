@@ -20,6 +20,7 @@ from gpucr_hpc.lab.conf import HOMES
 from gpucr_hpc.lab.wait import wait_until
 
 _RESTART_LIMIT_S = 90.0
+_MOST_FAILURES = 5
 
 
 def _script(nodes: int, stop: str) -> str:
@@ -95,32 +96,53 @@ class Soak:
             raise LabError(reason=f"the job failed: {output[-600:]}")
 
 
+def soak(lab: Lab, nodes: int, rounds: int) -> tuple[list[dict[str, object]], list[str]]:
+    """Rounds that went well, and what went wrong. After a failure a new job goes on with the next round."""
+    done: list[dict[str, object]] = []
+    failures: list[str] = []
+    number = 0
+    while number < rounds and len(failures) < _MOST_FAILURES:
+        job = Soak(lab, nodes)
+        try:
+            job.start()
+            while number < rounds:
+                number += 1
+                done.append({"round": number} | job.round())
+                print(f"round {number}: {done[-1]}", flush=True)
+            job.finish()
+        except GpucrError as error:
+            failures.append(f"round {number}, job {job.job}: {error}")
+            print(f"failure: {failures[-1]}", file=sys.stderr, flush=True)
+            lab.cancel_all()
+    return done, failures
+
+
 def main(args: Sequence[str] | None = None) -> int:
     """Exit code 0 when every round went well."""
-    parser = argparse.ArgumentParser(prog="scripts/measure_migration", description=(__doc__ or "").split("\n")[2])
+    parser = argparse.ArgumentParser(prog="measure_migration", description=(__doc__ or "").split("\n")[2])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the job; the lab has twice as many")
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
     lab = Lab()
-    done: list[dict[str, object]] = []
-    failure = ""
+    was_up = lab.running() is not None
     try:
-        if lab.running() is None:
+        if not was_up:
             lab.up(2 * options.nodes)
-        soak = Soak(lab, options.nodes)
-        soak.start()
-        for number in range(1, options.rounds + 1):
-            done.append(soak.round())
-            print(f"round {number}: {done[-1]}", flush=True)
-        soak.finish()
+        lab.need_own_checkout()
+        done, failures = soak(lab, options.nodes, options.rounds)
     except GpucrError as error:
-        failure = str(error)
-        print(f"failure after {len(done)} rounds: {failure}", file=sys.stderr)
-    print(f"{len(done)} of {options.rounds} rounds, {'no' if not failure else 'one'} failure")
+        print(f"measure_migration: error: {error}", file=sys.stderr)
+        return error.exit_code
+    finally:
+        if not was_up:
+            lab.down()
+    print(f"{len(done)} of {options.rounds} rounds went well, failures: {len(failures)}")
+    for failure in failures:
+        print(f"  {failure}")
     if options.json:
-        print(json.dumps({"rounds": len(done), "asked": options.rounds, "failure": failure, "each": done}))
-    return 1 if failure else 0
+        print(json.dumps({"rounds": len(done), "asked": options.rounds, "failures": failures, "each": done}))
+    return 0 if len(done) == options.rounds and not failures else 1
 
 
 if __name__ == "__main__":

@@ -146,5 +146,5 @@ def test_traffic_survives_many_moves(lab, capsys):
     """Ten moves under full-rate TCP between two nodes, without one reset, lost or doubled byte."""
     assert migration.main(["--rounds", "10", "--nodes", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (report["rounds"], report["failure"]) == (10, "")
+    assert (report["rounds"], report["failures"]) == (10, [])
     assert all(set(r["from"]).isdisjoint(r["to"]) for r in report["each"])
