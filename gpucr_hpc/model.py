@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, TypeAlias
 
@@ -280,6 +280,17 @@ class Manifest:
             if entry.node_rank == node_rank:
                 return entry
         raise UsageError(reason=f"checkpoint {self.checkpoint} has no image of node rank {node_rank}")
+
+    def rank(self, node_rank: int) -> Json:
+        """What the engine noted of a node rank: meta's `ranks` are in the order of the images."""
+        ranks: list[Json] = self.meta["ranks"]
+        return ranks[self.images.index(self.image(node_rank))]
+
+    def of_node(self, node_rank: int) -> Manifest:
+        """The part of it that one node needs for its restore: what all nodes together get sent grows as their number,
+        not as its square."""
+        meta = self.meta | {"ranks": [self.rank(node_rank)]}
+        return replace(self, images=[self.image(node_rank)], meta=meta)
 
     def as_dict(self) -> Json:
         """JSON form, read back by from_dict."""

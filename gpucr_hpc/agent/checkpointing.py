@@ -244,8 +244,7 @@ class _Checkpoint:
     async def _connect(self) -> None:
         job, geometry = self._job, self._job.geometry
         assert geometry is not None
-        for rank in range(1, len(geometry.nodes)):
-            peer = await job.context.connector.open(job.job, geometry.nodes[rank], geometry.addresses[rank])
+        for peer in await job.context.connector.open_all(job.job, geometry.others):
             self._remote.append(
                 RemoteParticipant(
                     job.job,

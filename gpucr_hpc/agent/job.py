@@ -442,6 +442,7 @@ class ProtectedJob:
             return
         self.run_dir.leaving.unlink(missing_ok=True)
         self.set_phase(Phase.RUNNING)
+        self.keep_ready()
         for supervisor in list(self.supervisors.values()):
             text = message if supervisor.key == "batch" else ""
             if detached:
@@ -456,6 +457,7 @@ class ProtectedJob:
     async def leave(self, message: str) -> None:
         """The job has gone from this node: its supervisors go, and everything of it is removed."""
         self.set_phase(Phase.LEAVING)
+        self.context.connector.forget(self.job)
         for supervisor in list(self.supervisors.values()):
             await supervisor.release(message if supervisor.key == "batch" else "")
         await discard(self.job, self.run_dir, self.capsule)
@@ -464,6 +466,7 @@ class ProtectedJob:
     async def discard(self) -> None:
         """End the capsule and remove everything of the job from this node, and from its other nodes when this one
         leads; the store is not touched."""
+        self.context.connector.forget(self.job)
         async with self.turn:
             geometry, self.geometry = self.geometry, None
             await discard(self.job, self.run_dir, self.capsule)
@@ -471,6 +474,11 @@ class ProtectedJob:
             self.steps = Steps(self)
         if geometry is not None and self.node_rank == 0:
             await lead.discard_members(self.context, self.job, geometry)
+
+    def keep_ready(self) -> None:
+        """When this node leads the job: have connections to the other nodes waiting for its next checkpoint."""
+        if self.node_rank == 0 and self.geometry is not None and self.geometry.others:
+            self.spawn(self.context.connector.keep_ready(self.job, self.geometry.others))
 
     @property
     def idle(self) -> bool:

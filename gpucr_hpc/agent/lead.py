@@ -182,6 +182,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     builder.place(supervisor.pid)
     job.set_phase(Phase.RUNNING)
     await job.steps.connect()
+    job.keep_ready()
     log.info("capsule built", job=job.job, init_pid=job.capsule.init_pid, nodes=len(job.geometry.nodes))
     await job.start_task(supervisor, message)
     job.spawn(gpuword.watch(job))

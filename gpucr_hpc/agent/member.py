@@ -29,7 +29,7 @@ _LOOK_INTERVAL_S = 0.05
 class MemberSession(Session):
     """Requests of a lead. A checkpoint or restore that is not finished when the connection ends is undone here."""
 
-    interruptible = frozenset({"prepare", "gpu_lock", "lock", "capture", "restore_build", "restore_run"})
+    interruptible = frozenset({"prepare", "join", "gpu_lock", "lock", "capture", "restore_build", "restore_run"})
 
     def __init__(self, context: Context, jobs: dict[str, ProtectedJob]) -> None:
         self._context, self._jobs = context, jobs
@@ -101,7 +101,7 @@ class MemberSession(Session):
 
     async def do_prepare(
         self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
-    ) -> None:
+    ) -> dict[str, Any]:
         found = self._get(job)
         while found.phase is Phase.CHECKPOINTING:  # an earlier one whose lead was lost is still being undone
             await asyncio.sleep(_LOOK_INTERVAL_S)
@@ -113,12 +113,16 @@ class MemberSession(Session):
         self._participant = LocalParticipant(
             found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running, full=full
         )
-        await self._participant.prepare()
+        await self._participant.make_ready()
+        return {"gpus": self._participant.has_gpus}
 
     def _part(self, job: str) -> LocalParticipant:
         if self._participant is None:
             raise JobNotProtected(job=job, node=self._context.node)
         return self._participant
+
+    async def do_join(self, job: str) -> None:
+        await self._part(job).join()
 
     async def do_gpu_lock(self, job: str) -> None:
         await self._part(job).gpu_lock()

@@ -45,7 +45,7 @@ class NodeRestore:
         self._job, self._manifest, self._ran_on = job, manifest, ran_on
         self._worker: WorkerClient | None = None
         self._builder: Builder | None = None
-        self._meta: dict[str, Any] = manifest.meta["ranks"][job.node_rank]
+        self._meta: dict[str, Any] = manifest.rank(job.node_rank)
         self._gpus = NodeGpus(job.job, job.context.config.cuda)
         self._over = False
         self.report: list[str] = []

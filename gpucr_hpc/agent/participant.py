@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc.agent import shepherd
@@ -32,6 +33,22 @@ if TYPE_CHECKING:
 _RESERVE_BYTES = 64 << 20
 
 log = Log(__name__)
+
+
+def timed(
+    phase: Callable[[LocalParticipant], Coroutine[Any, Any, None]],
+) -> Callable[[LocalParticipant], Coroutine[Any, Any, None]]:
+    """Note how long this node was at work in a phase, without its waiting for others."""
+
+    @functools.wraps(phase)
+    async def run(part: LocalParticipant) -> None:
+        start = time.monotonic()
+        await phase(part)
+        part.own_s[phase.__name__] = round(time.monotonic() - start, 4)
+        if phase.__name__ == "capture":
+            log.info("image written", **part.names, **part.own_s)
+
+    return run
 
 
 class LocalParticipant:
@@ -68,8 +85,24 @@ class LocalParticipant:
         self.entry: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
         self.frozen_at = self.dump_s = self.freeze_s = 0.0
+        self.own_s: dict[str, float] = {}
+        self._base: dict[str, Any] | None = None
+        self._resident = 0
+
+    @property
+    def names(self) -> dict[str, object]:
+        """What its lines in the log name."""
+        return {"job": self._job.job, "checkpoint": self._checkpoint, "node_rank": self._capsule.node_rank}
 
     async def prepare(self) -> None:
+        """What the first node does: the others join what it has begun in the store."""
+        await self.make_ready()
+        await self.join()
+        self.staged.set()
+
+    @timed
+    async def make_ready(self) -> None:
+        """READY but for the store."""
         context, capsule, run_dir = self._job.context, self._capsule, self._job.run_dir
         if context.criu is None:
             raise context.criu_problem or Refused(reason="CRIU is not usable on this node")
@@ -86,33 +119,39 @@ class LocalParticipant:
         gpu_preflight.check_memory(self._gpus)
         warm = asyncio.ensure_future(self._gpus.warm())
         await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET)
-        leads = capsule.node_rank == 0
-        if leads:
+        if capsule.node_rank == 0:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
-        store = context.config.store
-        base = None
         if not self._full:
             catalog = Catalog(context, self._worker, self._job.store_root)
-            base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, store.full_every)
-        await self._make_room(resident, full=base is None)
+            every = context.config.store.full_every
+            self._base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, every)
+        self._resident = resident
+        await self._make_room(resident, full=self._base is None)
+        await warm
+
+    @timed
+    async def join(self) -> None:
+        """Open this node's part of the checkpoint in the store; the first node makes it."""
         problem = await self._worker.call(
             "capture",
-            job=capsule.job,
+            job=self._capsule.job,
             checkpoint=self._checkpoint,
-            node_rank=capsule.node_rank,
+            node_rank=self._capsule.node_rank,
             key=self._data_key,
-            begin=leads,
-            packs=store.packs,
-            base=base,
+            begin=self._capsule.node_rank == 0,
+            packs=self._job.context.config.store.packs,
+            base=self._base,
         )
         if problem is not None:
-            log.warning("image is written in full", job=capsule.job, reason=problem)
-        job_worker = self._worker.pid
-        if job_worker is not None:
-            self._job.dumping = DumpProgress(job_worker, resident)
-        await warm
-        self.staged.set()
+            log.warning("image is written in full", job=self._capsule.job, reason=problem)
+        if self._worker.pid is not None:
+            self._job.dumping = DumpProgress(self._worker.pid, self._resident)
+
+    @property
+    def has_gpus(self) -> bool:
+        """After `make_ready`: whether a process of this node uses a GPU."""
+        return bool(self._gpus.processes)
 
     async def _make_room(self, resident: int, *, full: bool) -> None:
         """Decide before anything is frozen whether the checkpoint will fit, by what the last one took.
@@ -137,12 +176,14 @@ class LocalParticipant:
             text = f"{format_bytes(free)} free, about {format_bytes(needed)} needed ({how})"
             raise StoreFull(path=job.store_root, reason=f"{text}; the job holds {format_bytes(resident)} on this node")
 
+    @timed
     async def gpu_lock(self) -> None:
         await self._gpus.lock()
 
     async def gpu_unlock(self) -> None:
         await self._gpus.unlock()
 
+    @timed
     async def lock(self) -> None:
         job = self._job
         self.detached = True
@@ -159,6 +200,7 @@ class LocalParticipant:
         self._locked = True
         await network.lock(job.job)
 
+    @timed
     async def capture(self) -> None:
         job, context = self._job, self._job.context
         await self._gpus.checkpoint()

@@ -8,6 +8,7 @@ another; its end tells the other side that the operation is over, wherever it st
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import json
 import os
@@ -15,7 +16,7 @@ import socket
 import ssl
 import struct
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -37,6 +38,9 @@ _PROBE_AFTER_S, _PROBES = 4, 3  # a peer that is silent for 16 s is gone: well w
 ALIVE_S, SILENCE_S = 3.0, 20.0
 _ALIVE = {"alive": True}
 _NAME = "gpucr-agent"
+# asyncio gives each connection a buffer of this size for what it has decrypted; its own 256 KiB for each of a thousand
+# nodes are 256 MiB that must be cleared first.
+asyncio.sslproto.SSLProtocol.max_size = 16 << 10
 
 Request = dict[str, Any]
 
@@ -211,8 +215,18 @@ class Peer:
             raise kind(**answer["error"]["fields"])
         return answer["ok"]
 
+    @property
+    def alive(self) -> bool:
+        """Whether the other side has not ended the connection, as far as is known here."""
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
     def close(self) -> None:
         self._writer.close()
+
+    async def closed(self) -> None:
+        """Wait until the connection is closed, by whichever side."""
+        with contextlib.suppress(OSError, ssl.SSLError):
+            await self._writer.wait_closed()
 
 
 class Connector:
@@ -220,6 +234,7 @@ class Connector:
 
     def __init__(self, key: SigningKey, port: int) -> None:
         self._context, self._port = tls_context(key, server=False), port
+        self._ready: dict[str, dict[str, Peer]] = {}  # job to node
 
     async def open(self, job: str, node: str, address: str) -> Peer:
         """Connect to the agent of a node; raise PeerLost."""
@@ -232,6 +247,48 @@ class Connector:
             raise PeerLost(job=job, node=node, reason=str(error) or type(error).__name__) from None
         _notice_dead_peer(writer)
         return Peer(job, node, reader, writer)
+
+    async def keep_ready(self, job: str, nodes: Sequence[tuple[str, str]]) -> None:
+        """Hold a connection to each of these nodes, (name, address), for the job's next operation, until `forget`.
+
+        The handshakes with a thousand nodes take longer than all other messages of a checkpoint. A node that cannot be
+        reached now is left out.
+        """
+        waiting = self._ready.setdefault(job, {})
+
+        async def one(node: str, address: str) -> None:
+            with contextlib.suppress(PeerLost):
+                peer = await self.open(job, node, address)
+                if self._ready.get(job) is waiting and node not in waiting:
+                    waiting[node] = peer
+                else:
+                    peer.close()
+
+        await asyncio.gather(*(one(*node) for node in nodes if node[0] not in waiting))
+
+    def forget(self, job: str) -> None:
+        """Close what is held for a job that has ended or left."""
+        for peer in self._ready.pop(job, {}).values():
+            peer.close()
+
+    async def open_all(self, job: str, nodes: Sequence[tuple[str, str]]) -> list[Peer]:
+        """A connection to each of these nodes: one that is held, or a new one. Raises PeerLost, with none left open."""
+        waiting = self._ready.get(job, {})
+
+        async def one(node: str, address: str) -> Peer:
+            peer = waiting.pop(node, None)
+            if peer is not None and peer.alive:
+                return peer
+            return await self.open(job, node, address)
+
+        done = await asyncio.gather(*(one(*node) for node in nodes), return_exceptions=True)
+        lost = next((result for result in done if isinstance(result, BaseException)), None)
+        opened = [result for result in done if isinstance(result, Peer)]
+        if lost is not None:
+            for peer in opened:
+                peer.close()
+            raise lost
+        return opened
 
     @contextlib.asynccontextmanager
     async def to(self, job: str, node: str, address: str) -> AsyncIterator[Peer]:

@@ -40,6 +40,7 @@ class RemoteParticipant:
             "leave_running": leave_running,
             "full": full,
         }
+        self._gpus = False
         self.tasks: list[Task] = []
         self.steps: list[dict[str, Any]] = []
         self.entry: dict[str, Any] = {}
@@ -47,13 +48,17 @@ class RemoteParticipant:
         self.frozen_at = self.dump_s = 0.0
 
     async def prepare(self) -> None:
+        self._gpus = (await self._peer.call("prepare", job=self._job, **self._fields))["gpus"]
         await self._staged.wait()
-        await self._peer.call("prepare", job=self._job, **self._fields)
+        await self._peer.call("join", job=self._job)
 
     async def gpu_lock(self) -> None:
-        await self._peer.call("gpu_lock", job=self._job)
+        if self._gpus:
+            await self._peer.call("gpu_lock", job=self._job)
 
     async def gpu_unlock(self) -> None:
+        if not self._gpus:
+            return
         try:
             await self._peer.call("gpu_unlock", job=self._job)
         except GpucrError as error:

@@ -177,13 +177,11 @@ async def _restore(
     start, context = time.monotonic(), job.context
     job.timeouts = manifest.meta.get("timeouts", 0)
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
-    ranks = list(range(1, len(job.geometry.nodes)))
     local = NodeRestore(job, manifest, ran_on=ran_on)
-    signed = manifest_file.encode(manifest, context.signing_key)
     parts: list[NodeRestore | RemoteRestore] = [local]
     try:
-        for rank in ranks:
-            peer = await context.connector.open(job.job, job.geometry.nodes[rank], job.geometry.addresses[rank])
+        for rank, peer in enumerate(await context.connector.open_all(job.job, job.geometry.others), 1):
+            signed = manifest_file.encode(manifest.of_node(rank), context.signing_key)
             parts.append(RemoteRestore(job, rank, peer, signed))
         await _all(part.build() for part in parts)
         await _tell(job, supervisor, [*problems, *local.report])
@@ -218,6 +216,7 @@ async def _restore(
         await part.close()
     await _tell(job, supervisor, local.report)
     job.spawn(slurm.comment(job.job, f"gpucr: restored from {manifest.checkpoint} at {rfc3339()}"))
+    job.keep_ready()
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 

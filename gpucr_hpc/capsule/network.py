@@ -68,6 +68,11 @@ class Geometry:
         if not len(self.names) == len(self.nodes) == len(self.addresses):
             raise ValueError("names, nodes and addresses must be of one length")
 
+    @property
+    def others(self) -> list[tuple[str, str]]:
+        """Node and address of every node but the first."""
+        return list(zip(self.nodes, self.addresses, strict=True))[1:]
+
     def virtual(self, node: str) -> str:
         """The job's name for a node of this run; other names stay."""
         return self.names[self.nodes.index(node)] if node in self.nodes else node

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from gpucr_hpc.errors import GpucrError, LabError
 from gpucr_hpc.lab import conf
 from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.recipe import LAYERS
 
 _LOGS = ("slurmctld.log", "slurmd.log", "agent.log")
 
@@ -33,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
         help="a line of slurm.conf; low.KEY, high.KEY, node.KEY: in the line of a partition or the nodes",
     )  # fmt: skip
     up.add_argument("--fresh", action="store_true", help="end a running lab first")
+    up.add_argument("--layer", action="append", default=[], choices=list(LAYERS), help="more programs for jobs")
     up.add_argument("--no-plugin", action="store_true", help="do not build the C parts")
     add("down", "end the cluster and remove all of it but the cache")
     add("status", "show nodes, Slurm's states, daemons and jobs")
@@ -79,7 +81,8 @@ def _run(lab: Lab, options: argparse.Namespace) -> int:
         case "build":
             print(lab.build())
         case "up":
-            lab.up(options.nodes, options.settings, fresh=options.fresh, with_plugin=not options.no_plugin)
+            plugin = not options.no_plugin
+            lab.up(options.nodes, options.settings, fresh=options.fresh, with_plugin=plugin, layers=options.layer)
             print("lab is up: scripts/lab exec ctl --user alice -- sinfo")
         case "down":
             lab.down()

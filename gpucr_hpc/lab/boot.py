@@ -61,7 +61,7 @@ class NodeSpec:
     gateway: str
     bridge: str
     link: str
-    rootfs: str
+    lower: str  # root file system, layers above it in front, as overlayfs takes them
     work_dir: str
     shared: str
     package: str
@@ -111,7 +111,7 @@ def _mount_tree(spec: NodeSpec) -> str:
         (work / name).mkdir(parents=True, exist_ok=True)
     root = f"{work}/root"
     kernel.mount("", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-    layers = f"lowerdir={spec.rootfs},upperdir={work}/upper,workdir={work}/work"
+    layers = f"lowerdir={spec.lower},upperdir={work}/upper,workdir={work}/work"
     kernel.mount("overlay", root, "overlay", data=layers)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("proc", f"{root}/proc", "proc", safe | kernel.MS_NOEXEC)

@@ -22,7 +22,7 @@ from gpucr_hpc.errors import LabError
 from gpucr_hpc.lab import conf, host, plugin, rootfs
 from gpucr_hpc.lab.leftovers import leftovers_of
 from gpucr_hpc.lab.nodes import CHECKOUT, USERS, Nodes, Running, account
-from gpucr_hpc.lab.recipe import Recipe
+from gpucr_hpc.lab.recipe import LAYERS, Recipe
 from gpucr_hpc.lab.wait import wait_until
 
 
@@ -53,12 +53,19 @@ class Lab(Nodes):
             return rootfs.ensure(self.recipe, self._say, self.cache, (Path(running.rootfs),) if running else ())
 
     def up(
-        self, nodes: int = 4, settings: Sequence[str] = (), *, fresh: bool = False, with_plugin: bool = True
+        self,
+        nodes: int = 4,
+        settings: Sequence[str] = (),
+        *,
+        fresh: bool = False,
+        with_plugin: bool = True,
+        layers: Sequence[str] = (),
     ) -> None:
         """Start the lab, or see that it is up; returns when Slurm says that every node can take jobs.
 
-        settings: KEY=VALUE for slurm.conf (conf.SlurmConf). fresh: end a running lab first. A running lab
-        with other nodes or settings is an error, since jobs may run in it. Nodes that were killed are started
+        settings: KEY=VALUE for slurm.conf (conf.SlurmConf). fresh: end a running lab first. layers:
+        names in recipe.LAYERS, of more programs for jobs. A running lab with other nodes or settings, or without these
+        layers, is an error, since jobs may run in it. Nodes that were killed are started
         again, and the rests of a start that was cut off are removed. LabError with the log's end when a
         daemon died.
         """
@@ -67,7 +74,11 @@ class Lab(Nodes):
         memory_mb = max(512, min(host.memory_mb() * 8 // 10, 16384))
         slurm_conf = conf.SlurmConf(wanted[0], memory_mb=memory_mb, settings=conf.parse_settings(settings))
         slurm_conf.render()  # refuses bad settings before anything is touched
+        unknown = set(layers) - set(LAYERS)
+        if unknown:
+            raise LabError(reason=f"no layer {sorted(unknown)[0]!r}; there are: {', '.join(LAYERS)}")
         system = self.build()
+        over = tuple(str(rootfs.ensure_layer(self.recipe, LAYERS[name], self._say, self.cache)) for name in layers)
         with self._locked():
             running = self.running()
             if running is not None and (fresh or self.pid(conf.CONTROLLER) is None):
@@ -81,12 +92,14 @@ class Lab(Nodes):
                 if (running.nodes, running.settings) != wanted:
                     was = f"{len(running.nodes)} nodes, settings {list(running.settings)}"
                     raise LabError(reason=f"is up with {was}: --fresh starts it anew")
+                if not set(over) <= set(running.layers):
+                    raise LabError(reason=f"is up without the layer {' '.join(layers)}: --fresh starts it anew")
                 self._say(f"already up with {nodes} nodes")
                 if running.rootfs != str(system):
                     self._say("  with an older root file system: --fresh takes the new one")
             else:
                 self._clean()
-                self._prepare(slurm_conf, Running(*wanted, rootfs=str(system)))
+                self._prepare(slurm_conf, Running(*wanted, rootfs=str(system), layers=over))
             self._install_plugin(built)
             missing = [name for name in (conf.CONTROLLER, *names) if self.pid(name) is None]
             if missing:
@@ -141,6 +154,7 @@ class Lab(Nodes):
         (self.state / "slurm.conf").write_text(slurm_conf.render())
         host.make_bridge(str(self.state))
         table = {"nodes": running.nodes, "settings": running.settings, "rootfs": running.rootfs}
+        table["layers"] = running.layers
         temporary = self.state / "lab.json.new"
         temporary.write_text(json.dumps(table) + "\n")
         temporary.rename(self.state / "lab.json")

@@ -32,6 +32,7 @@ class Running:
     nodes: tuple[str, ...]
     settings: tuple[str, ...]
     rootfs: str
+    layers: tuple[str, ...] = ()  # directories over it, the topmost first
 
 
 class Nodes(SlurmCommands):
@@ -47,7 +48,7 @@ class Nodes(SlurmCommands):
             table = json.loads((self.state / "lab.json").read_text())
         except FileNotFoundError:
             return None
-        return Running(tuple(table["nodes"]), tuple(table["settings"]), table["rootfs"])
+        return Running(tuple(table["nodes"]), tuple(table["settings"]), table["rootfs"], tuple(table["layers"]))
 
     def nodes(self) -> list[str]:
         """All nodes, ctl first; empty when no lab is up."""
@@ -88,7 +89,7 @@ class Nodes(SlurmCommands):
             gateway=conf.BRIDGE_ADDRESS,
             bridge=host.BRIDGE,
             link=host.link_of(node),
-            rootfs=running.rootfs,
+            lower=":".join([*running.layers, running.rootfs]),
             work_dir=str(work),
             shared=str(self.state / "shared"),
             package=str(CHECKOUT / "gpucr_hpc"),

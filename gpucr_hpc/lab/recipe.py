@@ -76,6 +76,34 @@ rm -rf "$root"/var/lib/apt/lists/*
 
 
 @dataclass(frozen=True)
+class Layer:
+    """Packages that only some jobs need: unpacked beside the root file system and laid over it on request.
+
+    Unpacked only, so that no alternative changes: what the root file system has under a common name stays. customize:
+    shell commands for what was unpacked, below $1.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    customize: str = ":"
+
+    def digest(self) -> str:
+        """Name of the build beside the root file system that it was made for."""
+        return hashlib.sha256(json.dumps([sorted(self.packages), self.customize]).encode()).hexdigest()[:8]
+
+
+LAYERS = {
+    # Open MPI with PRRTE's mpirun, mpi4py and GROMACS, which Debian builds for it. Debian's configuration of Open MPI
+    # has it use the loopback interface alone.
+    "mpi": Layer(
+        "mpi",
+        ("openmpi-bin", "python3-mpi4py", "gromacs"),
+        "sed -i '/^btl_tcp_if_include/d' $1/etc/openmpi/openmpi-mca-params.conf",
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything that decides what is in the root file system; equal recipes give equal names."""
 

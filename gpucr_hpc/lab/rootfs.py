@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gpucr_hpc import proc
 from gpucr_hpc.errors import LabError, ToolFailed
-from gpucr_hpc.lab.recipe import Recipe, mmdebstrap_argv
+from gpucr_hpc.lab.recipe import Layer, Recipe, mmdebstrap_argv
 
 CACHE = Path("/var/cache/gpucr-lab")
 _HOST_TOOLS = {"mmdebstrap": "mmdebstrap", "ip": "iproute2", "nsenter": "util-linux", "ps": "procps"}
@@ -125,3 +125,53 @@ def _build(recipe: Recipe, rootfs: Path, say: Callable[[str], None], cache: Path
         tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         raise LabError(reason=f"the root file system could not be built, see {log}:\n{tail}") from error
     work.rename(rootfs.parent)
+
+
+def ensure_layer(recipe: Recipe, layer: Layer, say: Callable[[str], None], cache: Path = CACHE) -> Path:
+    """The layer's files for the root file system of `recipe`, which is there; fetched first if they are not."""
+    rootfs = path_of(recipe, cache)
+    target = rootfs.parent / f"layer-{layer.name}-{layer.digest()}"
+    if target.is_dir():
+        return target
+    with _locked(cache):
+        if not target.is_dir():
+            _fetch_layer(recipe, layer, rootfs, target, say)
+    return target
+
+
+def _fetch_layer(recipe: Recipe, layer: Layer, rootfs: Path, target: Path, say: Callable[[str], None]) -> None:
+    """Download with the host's apt what is missing in the root file system, and unpack it."""
+    work = target.with_name(f"{target.name}.{os.getpid()}")
+    for name in ("lists/partial", "archives/partial", "root"):
+        (work / name).mkdir(parents=True)
+    say(f"fetching {', '.join(layer.packages)} (once)")
+    options = [
+        f"Dir::State::Lists={work}/lists", f"Dir::State::status={rootfs}/var/lib/dpkg/status",
+        f"Dir::Cache={work}", f"Dir::Cache::Archives={work}/archives",
+        f"Dir::Etc::SourceList={rootfs}/etc/apt/sources.list", f"Dir::Etc::SourceParts={rootfs}/etc/apt/sources.list.d",
+        "APT::Sandbox::User=root", "Acquire::Check-Valid-Until=false", "Acquire::Languages=none",
+    ]  # fmt: skip
+    apt = ["apt-get", "-q", *(word for option in options for word in ("-o", option))]
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        proc.run([*apt, "update"], env=env, timeout_s=_BUILD_LIMIT_S).check()
+        install = [*apt, "-y", "--no-install-recommends", "--download-only", "install", *layer.packages]
+        proc.run(install, env=env, timeout_s=_BUILD_LIMIT_S).check()
+        for package in sorted((work / "archives").glob("*.deb")):
+            proc.run(["dpkg-deb", "-x", str(package), str(work / "root")], timeout_s=_BUILD_LIMIT_S).check()
+        proc.run(["sh", "-ec", layer.customize, "sh", str(work / "root")]).check()
+        _remove_excluded(work / "root", recipe.excluded_paths)
+        (work / "root").rename(target)
+    except ToolFailed as error:
+        raise LabError(reason=f"the layer {layer.name!r} could not be fetched: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _remove_excluded(root: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for path in root.glob(pattern.lstrip("/")):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()

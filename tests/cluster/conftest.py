@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.recipe import LAYERS
 
 _START_NODES = 4
 _ALARM = re.compile(r"traceback|panic|please report", re.IGNORECASE)
@@ -62,7 +63,7 @@ def require_lab() -> Iterator[Callable[..., Lab]]:
             _unavailable(reason)
         running = lab.running()
         if running is None:
-            lab.up(max(nodes, _START_NODES))
+            lab.up(max(nodes, _START_NODES), layers=list(LAYERS))
             started = True
         elif len(running.nodes) < nodes:
             _unavailable(f"needs {nodes} nodes, the lab that is up has {len(running.nodes)}")
@@ -90,6 +91,15 @@ def lab(require_lab: Callable[..., Lab]) -> Iterator[Lab]:
     _repair(cluster)
     assert cluster.leftovers(ignore=there) == []
     assert [line for node in cluster.nodes() for line in _alarms(cluster, node, before[node])] == []
+
+
+@pytest.fixture
+def mpi_lab(lab: Lab) -> Lab:
+    """The lab with Open MPI, mpi4py and GROMACS."""
+    running = lab.running()
+    if running is None or not any("/layer-mpi-" in path for path in running.layers):
+        _unavailable("the lab that is up has no Open MPI: scripts/lab up --fresh --layer mpi")
+    return lab
 
 
 def _repair(lab: Lab) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from gpucr_hpc import proc
 from gpucr_hpc.errors import LabError
 from gpucr_hpc.lab import plugin, rootfs
 from gpucr_hpc.lab.boot import NodeFile, NodeSpec
-from gpucr_hpc.lab.recipe import Recipe, mmdebstrap_argv
+from gpucr_hpc.lab.recipe import Layer, Recipe, mmdebstrap_argv
 from gpucr_hpc.lab.wait import wait_until
 
 
@@ -106,7 +107,7 @@ def test_plugin_install_replaces_adds_and_removes(tmp_path: Path) -> None:
 def test_node_spec_survives_json() -> None:
     """The spec goes to `boot` as JSON, with binary files in it."""
     texts = dict.fromkeys(
-        ("name", "role", "address", "gateway", "bridge", "link", "rootfs", "work_dir", "shared", "package"), "x"
+        ("name", "role", "address", "gateway", "bridge", "link", "lower", "work_dir", "shared", "package"), "x"
     )
     spec = NodeSpec(
         **texts,
@@ -125,3 +126,31 @@ def test_wait_until_returns_the_value_or_says_what_did_not_come() -> None:
     assert wait_until(lambda: next(values), 5, "it") == "there"
     with pytest.raises(LabError, match="in vain for the moon"):
         wait_until(lambda: False, 0.02, "the moon")
+
+
+def test_layer_has_the_packages_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Downloaded against the root file system's own status, unpacked, customized, and kept only when it is whole."""
+    recipe, layer = Recipe(excluded_paths=("/usr/share/doc/*",)), Layer("x", ("hello",), "echo yes >$1/etc/made")
+    root = rootfs.path_of(recipe, tmp_path)
+    root.mkdir(parents=True)
+    calls: list[list[str]] = []
+
+    def run(argv: list[str], **_: object) -> proc.Result:
+        calls.append(argv)
+        if "--download-only" in argv:
+            cache = Path(next(word for word in argv if word.startswith("Dir::Cache::Archives=")).partition("=")[2])
+            (cache / "hello_1_all.deb").touch()
+        if argv[0] == "dpkg-deb":
+            for name in ("etc", "usr/bin", "usr/share/doc/hello"):
+                (Path(argv[-1]) / name).mkdir(parents=True)
+        return real(argv) if argv[0] == "sh" else proc.Result(argv, 0, "", "", 0.0)
+
+    real = proc.run
+    monkeypatch.setattr(rootfs.proc, "run", run)
+    target = rootfs.ensure_layer(recipe, layer, lambda _: None, tmp_path)
+    assert target == rootfs.ensure_layer(recipe, layer, lambda _: None, tmp_path)
+    assert 4 == len(calls), "the second time nothing is fetched"
+    assert f"Dir::State::status={root}/var/lib/dpkg/status" in calls[1]
+    assert (target / "etc/made").read_text() == "yes\n"
+    assert [] == list((target / "usr/share/doc").iterdir())
+    assert {"rootfs", target.name} == {path.name for path in root.parent.iterdir()}

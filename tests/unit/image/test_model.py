@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -76,3 +77,19 @@ def test_manifest_sums_and_looks_up():
         manifest.image(1)
     assert Manifest.from_dict(manifest.as_dict()) == manifest
     assert ImageEntry.from_dict(IMAGE.as_dict()) == IMAGE
+
+
+def test_part_of_one_node():
+    """It has that node's image and notes, the job's names, and nothing of other nodes."""
+    images = [replace(IMAGE, node_rank=rank, packs=[], index=PackEntry(f"i{rank}", 2, "1" * 64)) for rank in range(3)]
+    meta = {"names": ["a", "b", "c"], "ranks": [{"node": name} for name in ("n1", "n2", "n3")]}
+    whole = Manifest(
+        checkpoint="20261127T232501Z-8000", job="1", uid=1, gid=1, reason="demand", run=0,
+        images=images, slots=[], meta=meta,
+    )  # fmt: skip
+    part = Manifest.from_dict(whole.of_node(1).as_dict())
+    assert [images[1]] == part.images
+    assert ({"node": "n2"}, [{"node": "n2"}]) == (part.rank(1), part.meta["ranks"])
+    assert whole.meta["names"] == part.meta["names"]
+    with pytest.raises(UsageError):
+        part.rank(0)
