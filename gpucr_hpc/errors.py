@@ -373,8 +373,15 @@ class KeyFileError(GpucrError):
     hint = "keys must be regular files, owned by root, mode 0600: `gpucr key generate` makes them"
 
 
+class RecipientError(KeyFileError):
+    """{path}: {reason}"""
+
+    exit_code = 83
+    hint = "recipients are certificates and public keys in PEM, in a file that nobody but its owner may write"
+
+
 class WrongKey(GpucrError):
-    """checkpoint {checkpoint} is sealed for site key {wanted}, this node has {have}"""
+    """checkpoint {checkpoint} is sealed for key {wanted}, not for {have}"""
 
     exit_code = 82
-    hint = "restore on a node that has key {wanted}, or install that key"
+    hint = "restore on a node that has site key {wanted}, or install it; or use the private key of a recipient"

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import NameOID
 
-from gpucr_hpc.errors import IntegrityError, KeyFileError, WrongKey
+from gpucr_hpc.errors import IntegrityError, KeyFileError, RecipientError, WrongKey
 from gpucr_hpc.image.keys import KEY_BYTES, DataKey
 from gpucr_hpc.model import Json
 
@@ -93,19 +93,19 @@ def parse(data: bytes, path: object, *, now: datetime | None = None) -> list[Rec
     """Recipients of a PEM file with certificates and public keys, each once.
 
     Nothing is asked of who signed a certificate: the file's place is the trust. now: when it is used, None means now.
-    Raises KeyFileError: not PEM, a private key, an expired certificate, one that is not for encryption, a weak key.
+    Raises RecipientError: not PEM, a private key, an expired certificate, one that is not for encryption, a weak key.
     """
     if len(data) > MAX_FILE_BYTES:
-        raise KeyFileError(path=path, reason=f"has {len(data)} bytes, more than {MAX_FILE_BYTES}")
+        raise RecipientError(path=path, reason=f"has {len(data)} bytes, more than {MAX_FILE_BYTES}")
     found: dict[str, Recipient] = {}
     for number, block in enumerate(_BLOCK.finditer(data), 1):
         where = f"{path}, block {number}"
         recipient = _parse_block(block[1].decode(), block[0], where, now or datetime.now(UTC))
         found.setdefault(recipient.key_id, recipient)
     if not found:
-        raise KeyFileError(path=path, reason="has no PEM certificate and no PEM public key")
+        raise RecipientError(path=path, reason="has no PEM certificate and no PEM public key")
     if len(found) > MAX_RECIPIENTS:
-        raise KeyFileError(path=path, reason=f"has {len(found)} recipients, more than {MAX_RECIPIENTS}")
+        raise RecipientError(path=path, reason=f"has {len(found)} recipients, more than {MAX_RECIPIENTS}")
     return list(found.values())
 
 
@@ -169,7 +169,7 @@ def new_key_pair() -> tuple[bytes, bytes]:
 
 def _parse_block(label: str, pem: bytes, where: str, now: datetime) -> Recipient:
     if "PRIVATE KEY" in label:
-        raise KeyFileError(path=where, reason="is a private key: only certificates and public keys belong here")
+        raise RecipientError(path=where, reason="is a private key: only certificates and public keys belong here")
     try:
         if label == "CERTIFICATE":
             certificate = x509.load_pem_x509_certificate(pem)
@@ -179,8 +179,8 @@ def _parse_block(label: str, pem: bytes, where: str, now: datetime) -> Recipient
         if label in ("PUBLIC KEY", "RSA PUBLIC KEY"):
             return Recipient(_check_key(serialization.load_pem_public_key(pem), where))
     except (ValueError, UnsupportedAlgorithm):
-        raise KeyFileError(path=where, reason=f"the {label.lower()} cannot be read") from None
-    raise KeyFileError(path=where, reason=f"is a {label}: want a certificate or a public key")
+        raise RecipientError(path=where, reason=f"the {label.lower()} cannot be read") from None
+    raise RecipientError(path=where, reason=f"is a {label}: want a certificate or a public key")
 
 
 def _check_certificate(certificate: x509.Certificate, where: str, now: datetime) -> None:
@@ -191,22 +191,22 @@ def _check_certificate(certificate: x509.Certificate, where: str, now: datetime)
         else (certificate.not_valid_before.replace(tzinfo=UTC), certificate.not_valid_after.replace(tzinfo=UTC))
     )
     if not begin <= now <= end:
-        raise KeyFileError(path=where, reason=f"the certificate is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}")
+        raise RecipientError(path=where, reason=f"the certificate is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}")
     try:
         usage = certificate.extensions.get_extension_for_class(x509.KeyUsage).value
     except x509.ExtensionNotFound:
         return
     if not (usage.key_encipherment or usage.data_encipherment or usage.key_agreement):
-        raise KeyFileError(path=where, reason="the certificate's key usage does not allow encryption")
+        raise RecipientError(path=where, reason="the certificate's key usage does not allow encryption")
 
 
 def _check_key(key: object, where: str) -> _Public:
     if isinstance(key, rsa.RSAPublicKey) and key.key_size < _MIN_RSA_BITS:
-        raise KeyFileError(path=where, reason=f"RSA with {key.key_size} bits: want at least {_MIN_RSA_BITS}")
+        raise RecipientError(path=where, reason=f"RSA with {key.key_size} bits: want at least {_MIN_RSA_BITS}")
     if isinstance(key, ec.EllipticCurvePublicKey) and key.curve.name not in _CURVES:
-        raise KeyFileError(path=where, reason=f"curve {key.curve.name}: want one of {', '.join(_CURVES)}")
+        raise RecipientError(path=where, reason=f"curve {key.curve.name}: want one of {', '.join(_CURVES)}")
     if not isinstance(key, _Public):
-        raise KeyFileError(path=where, reason=f"{type(key).__name__} is no {_WANTED}")
+        raise RecipientError(path=where, reason=f"{type(key).__name__} is no {_WANTED}")
     return key
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import io
+import json
+import socket
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpucr_hpc.cli import main
+from gpucr_hpc.engine.worker import Worker
 from gpucr_hpc.image.keyfiles import generate_keys, load_signing_key, load_site_key
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.manifest import decode, encode
@@ -71,6 +75,24 @@ class Site:
             code = exit_code()
         assert status == code, err.getvalue() + out.getvalue()
         return out.getvalue() if status == 0 else out.getvalue() + err.getvalue()
+
+
+class InProcess:
+    """A worker without a process of its own; orders and answers go through JSON as ever."""
+
+    def __init__(self, root: str) -> None:
+        self._worker = Worker(socket.socket())
+        self._worker._store = PosixStore(root)
+
+    async def __aenter__(self) -> InProcess:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._worker._control.close()
+
+    async def call(self, verb: str, **fields: Any) -> Any:
+        order = json.loads(json.dumps(fields))
+        return json.loads(json.dumps(getattr(self._worker, f"do_{verb}")(**order)))
 
 
 def exit_code() -> int:

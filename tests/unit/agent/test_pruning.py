@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from site_sample import IDS, JOB, Site
+from site_sample import IDS, JOB, InProcess, Site
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent.control import Control
 from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.config import load
-from gpucr_hpc.engine.worker import Worker
 from gpucr_hpc.errors import CheckpointMissing, JobUnknown, SlurmError, UsageError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys
-from gpucr_hpc.store.posix import PosixStore
 
 OWNER, STRANGER = 2001, 2002
 
@@ -40,24 +36,6 @@ class Slurm:
             raise JobUnknown(job=job)
         info = {"states": frozenset(states), "uid": OWNER}
         return SimpleNamespace(**info, over=slurm.JobInfo.over.fget(SimpleNamespace(states=frozenset(states))))
-
-
-class InProcess:
-    """A worker without a process of its own; orders and answers go through JSON as ever."""
-
-    def __init__(self, root: str) -> None:
-        self._worker = Worker(socket.socket())
-        self._worker._store = PosixStore(root)
-
-    async def __aenter__(self) -> InProcess:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._worker._control.close()
-
-    async def call(self, verb: str, **fields: Any) -> Any:
-        order = json.loads(json.dumps(fields))
-        return json.loads(json.dumps(getattr(self._worker, f"do_{verb}")(**order)))
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa, x25519
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import NameOID
 
-from gpucr_hpc.errors import IntegrityError, KeyFileError, WrongKey
+from gpucr_hpc.errors import IntegrityError, KeyFileError, RecipientError, WrongKey
 from gpucr_hpc.image import recipients
 from gpucr_hpc.image.keys import DataKey, SiteKey
 from gpucr_hpc.image.recipients import Opener, Recipient, new_key_pair, parse
@@ -134,7 +134,7 @@ def test_file_of_several(keys):
 )
 def test_refused(keys, content, reason):
     """What is no good recipient is refused with file, block and reason."""
-    with pytest.raises(KeyFileError, match=rf"^f.*{reason}"):
+    with pytest.raises(RecipientError, match=rf"^f.*{reason}"):
         parse(content(keys), "f", now=NOW)
 
 
