@@ -33,7 +33,7 @@ CHOICE = {
     "supervisor-other": [Point.LOCKED, Point.COMMITTED, Point.ALL_RESTORED],
     "init-lead": [Point.FROZEN, Point.COMMITTED, Point.BUILT],
     "init-other": [Point.LOCKED, Point.REQUEUED, Point.RESTORED],
-    "slurmd-lead": [Point.FROZEN, Point.REQUEUED, Point.BUILT],
+    "slurmd-lead": [Point.FROZEN, Point.BUILT],
     "slurmd-other": [],
     "node-lead": [Point.FROZEN, Point.REQUEUED],
     "node-other": [Point.COMMITTED, Point.RESTORED],
