@@ -72,7 +72,12 @@ class Rig:
     async def context(self) -> Context:
         config = Config(
             store=StoreConfig(root=str(self.store), user="root"),
-            keys=KeysConfig(*(str(self.keys / n) for n in ("site.key", "signing.key", "trusted"))),
+            keys=KeysConfig(
+                site=str(self.keys / "site.key"),
+                others=str(self.keys / "site.d"),
+                signing=str(self.keys / "signing.key"),
+                trusted=str(self.keys / "trusted"),
+            ),
             agent=AgentConfig(run_dir="/run/gpucr-rig", log_level="warning"),
             engine=EngineConfig(criu=self.criu, dump_timeout_s=900.0),
             network=NetworkConfig(nat=False),

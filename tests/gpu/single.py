@@ -178,7 +178,7 @@ async def long_kernels(place: Place, _args: argparse.Namespace) -> dict[str, Any
     return report
 
 
-async def _moved(place: Place, program: str, **env: str) -> dict[str, Any]:
+async def moved(place: Place, program: str, **env: str) -> dict[str, Any]:
     """Checkpoint, restore, compare with an undisturbed run of the same program."""
     job, whole = place.job(), place.job()
     await python(job, program, **env)
@@ -195,12 +195,12 @@ async def _moved(place: Place, program: str, **env: str) -> dict[str, Any]:
 
 @case("CuPy", limit_s=100, beside=True)
 async def cupy(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
-    return await _moved(place, programs.CUPY)
+    return await moved(place, programs.CUPY)
 
 
 @case("JAX", limit_s=100, beside=True)
 async def jax(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
-    return await _moved(place, programs.JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    return await moved(place, programs.JAX, XLA_PYTHON_CLIENT_PREALLOCATE="false")
 
 
 @case("OpenMM: folding on CUDA", limit_s=120, beside=True)
@@ -264,3 +264,24 @@ async def settled(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     took_s = round(time.monotonic() - start, 2)
     await job.advances()
     return {"settled_s": took_s}
+
+
+@case("incremental: three checkpoints, nine tenths of the memory unchanged", limit_s=120)
+async def incremental(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """As a fine-tune does it: most weights stay, few change with every step. Stored bytes, and what comes back."""
+    job = place.job()
+    await job.start(train("--log train.log --steps 2000 --gib 4 --width 1536 --pause 0.02"), environment())
+    await job.advances(limit_s=90)
+    found = []
+    for _ in range(3):
+        await job.advances(by=20)
+        await job.checkpoint(leave=False)
+        found.append(phases(job))
+    await job.advances(by=20)
+    await job.checkpoint(leave=True)
+    found.append(phases(job))
+    await job.restore(environment())
+    await job.advances(by=20)
+    stored = [report["bytes_stored"] for report in found]
+    assert stored[1] < 0.15 * stored[0], f"stored: {stored}"
+    return {"stored": stored, "share": [round(size / stored[0], 4) for size in stored], "checkpoints": found}

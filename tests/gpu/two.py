@@ -33,7 +33,7 @@ from tests.gpu.base import (
     train,
 )
 from tests.gpu.rig import Job
-from tests.gpu.single import floor
+from tests.gpu.single import floor, moved
 
 _RANKS = """
 for rank in 0 1; do
@@ -226,3 +226,23 @@ async def peer(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
         child.kill()
         child.wait()
     return found
+
+
+_TWO_CARDS = """
+import time, torch
+torch.use_deterministic_algorithms(True)
+x = torch.arange(1 << 24, device="cuda:0", dtype=torch.float64)
+log = open("train.log", "a", buffering=1)
+for step in range(300):
+    y = torch.sqrt(x * x + 1).to("cuda:1")
+    x = (y + torch.ones_like(y)).to("cuda:0")
+    log.write(f"{step} {x.sum().item().hex()}\\n")
+    time.sleep(0.03)
+log.write("passed\\n")
+"""
+
+
+@case("one process on both cards, peer access: moved", gpus=2, limit_s=120, beside=True)
+async def two_cards(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """Data goes from card to card, by NVLink where there is one."""
+    return await moved(place, _TWO_CARDS)
