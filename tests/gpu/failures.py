@@ -91,17 +91,22 @@ async def _store_worker_dies(job: Job, after_s: float) -> str:
 
 
 async def _hangs(job: Job) -> str:
-    """The process is stopped after its lock, so its driver thread cannot answer; it goes on six seconds later."""
+    """The process is stopped after its lock, so its driver thread cannot answer; it goes on six seconds later, or when it is woken for
+    its undo."""
     whole = NodeGpus.checkpoint
 
     async def checkpoint(self: NodeGpus) -> None:
-        pid = self.processes[0].pid
         os.kill(pid, signal.SIGSTOP)
-        asyncio.get_running_loop().call_later(6.0, os.kill, pid, signal.SIGCONT)
         await whole(self)
 
-    with patched(NodeGpus, "checkpoint", checkpoint):
-        return await refused(job)
+    (pid,) = job.pids()
+    later = asyncio.get_running_loop().call_later(6.0, os.kill, pid, signal.SIGCONT)
+    try:
+        with patched(NodeGpus, "checkpoint", checkpoint):
+            return await refused(job)
+    finally:
+        later.cancel()
+        os.kill(pid, signal.SIGCONT)
 
 
 async def _stopped(job: Job) -> str:

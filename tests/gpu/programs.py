@@ -165,7 +165,7 @@ def burst():
     return time.perf_counter() - began
 burst(), burst()
 log = open("bursts", "a", buffering=1)
-log.write("ready\n")
+log.write("ready\\n")
 for line in open("turns"):
-    log.write(f"{burst()}\n")
+    log.write(f"{burst()}\\n")
 """
