@@ -52,7 +52,11 @@ class NodeFile:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """Everything that a node's start needs; paths are the host's."""
+    """Everything that a node's start needs; paths are the host's.
+
+    devices: more of them, by their path below /dev: major and minor number. host_directories: of the host, to be had
+    below /host. links: symbolic links to be made in the node, by their path.
+    """
 
     name: str
     role: str
@@ -68,6 +72,9 @@ class NodeSpec:
     plugin: str
     pid_file: str
     cgroup_version: int
+    devices: dict[str, list[int]]
+    host_directories: list[str]
+    links: dict[str, str]
     files: dict[str, NodeFile]
 
     def to_json(self) -> str:
@@ -95,6 +102,7 @@ def leave_cgroups(node: str, version: int, mounts: str) -> None:
     if version == 2:
         own = Path("/sys/fs/cgroup") / V2_PARENT / node
         own.mkdir(parents=True, exist_ok=True)
+        _delegate(own.parent)
         (own / "cgroup.procs").write_text("0")
         kernel.unshare(kernel.CLONE_NEWCGROUP)
         return
@@ -102,6 +110,12 @@ def leave_cgroups(node: str, version: int, mounts: str) -> None:
         _, target, kind = line.split()[:3]
         if kind in ("cgroup", "cgroup2"):
             (Path(target) / "cgroup.procs").write_text("0")
+
+
+def _delegate(parent: Path) -> None:
+    """Let the control groups below one have every controller that it has itself."""
+    controllers = (parent / "cgroup.controllers").read_text().split()
+    (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))
 
 
 def _mount_tree(spec: NodeSpec) -> str:
@@ -121,17 +135,24 @@ def _mount_tree(spec: NodeSpec) -> str:
     else:
         kernel.bind("/sys/fs/cgroup", f"{root}/sys/fs/cgroup", recursive=True)
     kernel.mount("tmpfs", f"{root}/dev", "tmpfs", kernel.MS_NOSUID, "mode=755")
-    _devices(Path(root, "dev"))
+    _devices(Path(root, "dev"), spec.devices)
     kernel.mount("tmpfs", f"{root}/run", "tmpfs", safe, "mode=755")
     kernel.mount("tmpfs", f"{root}/tmp", "tmpfs", safe, "mode=1777")  # noqa: S108
     kernel.bind(spec.shared, f"{root}/shared")
     kernel.bind(spec.package, f"{root}/{_PACKAGE}", read_only=True)
     kernel.bind(spec.plugin, f"{root}/usr/lib/gpucr", read_only=True)
+    for directory in spec.host_directories:
+        Path(f"{root}/host{directory}").mkdir(parents=True, exist_ok=True)
+        kernel.bind(directory, f"{root}/host{directory}", recursive=True, read_only=True)
+    for name, target in spec.links.items():
+        Path(f"{root}{name}").unlink(missing_ok=True)
+        Path(f"{root}{name}").symlink_to(target)
     return root
 
 
-def _devices(dev: Path) -> None:
-    for name, (major, minor) in _DEVICES.items():
+def _devices(dev: Path, more: dict[str, list[int]]) -> None:
+    for name, (major, minor) in [*_DEVICES.items(), *more.items()]:
+        (dev / name).parent.mkdir(exist_ok=True)
         _device(dev / name, major, minor)
     (dev / "net").mkdir()
     _device(dev / "net/tun", 10, 200)

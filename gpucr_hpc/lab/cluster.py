@@ -45,7 +45,7 @@ class Lab(Nodes):
         """The root file system, built if need be."""
         self._need_root()
         with self._step("host tools"):
-            installed = rootfs.install_host_tools()
+            installed = rootfs.install_host_tools(built=rootfs.path_of(self.recipe, self.cache).is_dir())
             if installed:
                 self._say(f"  installed {', '.join(installed)}")
         running = self.running()

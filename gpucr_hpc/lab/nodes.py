@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from gpucr_hpc import proc
 from gpucr_hpc.errors import LabError
-from gpucr_hpc.lab import conf, host
+from gpucr_hpc.lab import conf, gpus, host
 from gpucr_hpc.lab.boot import NodeFile, NodeSpec
 from gpucr_hpc.lab.slurm import SlurmCommands
 from gpucr_hpc.lab.wait import wait_until
@@ -33,6 +33,11 @@ class Running:
     settings: tuple[str, ...]
     rootfs: str
     layers: tuple[str, ...] = ()  # directories over it, the topmost first
+
+
+def _gres(devices: Collection[str]) -> dict[str, NodeFile]:
+    """gres.conf of a node with these devices."""
+    return {"/etc/slurm/gres.conf": NodeFile(gpus.gres_conf(sorted(devices)).encode())} if devices else {}
 
 
 class Nodes(SlurmCommands):
@@ -81,6 +86,8 @@ class Nodes(SlurmCommands):
         work = self.state / "nodes" / node
         work.mkdir(parents=True, exist_ok=True)
         running = self._need_running()
+        with_gpus = gpus.wanted(running.settings) and node != conf.CONTROLLER
+        devices = gpus.devices() if with_gpus else {}
         spec = NodeSpec(
             name=node,
             role=conf.CONTROLLER if node == conf.CONTROLLER else "node",
@@ -96,7 +103,10 @@ class Nodes(SlurmCommands):
             plugin=str(self.state / "plugin"),
             pid_file=str(work / "pid"),
             cgroup_version=host.cgroup_version(),
-            files=self._files(node, running),
+            devices=devices,
+            host_directories=list(gpus.HOST_DIRECTORIES) if with_gpus else [],
+            links=gpus.links() if with_gpus else {},
+            files=self._files(node, running) | _gres(devices),
         )
         env = proc.clean_env({"PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"})
         done = proc.run(

@@ -21,12 +21,17 @@ from gpucr_hpc.lab.recipe import Layer, Recipe, mmdebstrap_argv
 
 CACHE = Path("/var/cache/gpucr-lab")
 _HOST_TOOLS = {"mmdebstrap": "mmdebstrap", "ip": "iproute2", "nsenter": "util-linux", "ps": "procps"}
+_BUILD_TOOLS = frozenset({"mmdebstrap"})
 _BUILD_LIMIT_S = 1800
 
 
-def install_host_tools() -> list[str]:
-    """Install what the lab runs on the host and is not there, with apt-get; return the packages installed."""
-    missing = sorted({package for tool, package in _HOST_TOOLS.items() if shutil.which(tool) is None})
+def install_host_tools(*, built: bool = False) -> list[str]:
+    """Install what the lab runs on the host and is not there, with apt-get; return the packages installed.
+
+    built: the root file system is there, and what only builds it is not needed.
+    """
+    wanted = {tool: package for tool, package in _HOST_TOOLS.items() if not (built and tool in _BUILD_TOOLS)}
+    missing = sorted({package for tool, package in wanted.items() if shutil.which(tool) is None})
     if missing:
         if shutil.which("apt-get") is None:
             raise LabError(reason=f"needs {', '.join(missing)}, and this host has no apt-get to install them")

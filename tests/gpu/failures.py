@@ -91,8 +91,8 @@ async def _store_worker_dies(job: Job, after_s: float) -> str:
 
 
 async def _hangs(job: Job) -> str:
-    """The process is stopped after its lock, so its driver thread cannot answer; it goes on six seconds later, or when it is woken for
-    its undo."""
+    """The process is stopped after its lock, so its driver thread cannot answer; it goes on six seconds later, or when
+    it is woken for its undo."""
     whole = NodeGpus.checkpoint
 
     async def checkpoint(self: NodeGpus) -> None:

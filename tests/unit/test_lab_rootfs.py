@@ -115,6 +115,9 @@ def test_node_spec_survives_json() -> None:
         pid_file="f",
         prefix_length=24,
         cgroup_version=1,
+        devices={"nvidia0": [195, 0]},
+        host_directories=["/usr"],
+        links={"/usr/lib/libcuda.so.1": "/host/usr/lib/libcuda.so.1"},
         files={"/etc/key": NodeFile(bytes(range(256)), 0o400, "munge")},
     )
     assert spec == NodeSpec.from_json(spec.to_json())
