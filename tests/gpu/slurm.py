@@ -99,18 +99,17 @@ class Bench:
 
 def move(bench: Bench, steps: int) -> dict[str, object]:
     """The case: the job that was preempted has the logs of one that was left alone."""
-    for path in (ROOT / "examples/pytorch_train.py",):
-        shutil.copy(path, bench.home)
+    shutil.copy(ROOT / "examples/pytorch_train.py", bench.home)
     (bench.home / "train.sh").write_text(script(steps))
     bench.protected("job")
     bench.until(lambda: min(map(len, bench.logs("job"))) >= 10, 90, "every rank trains")
     first = bench.lab.exec("ctl", ["squeue", "-h", "-n", "train.sh", "-o", "%N"]).stdout.strip()
     other = next(name for name in bench.lab.nodes()[1:] if name != first)
     bench.protected("plain", f"--nodelist={other}")
-    bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("plain")), 120, "undisturbed job has passed")
-    bench.submit("high", "--partition=high", f"--nodelist={first}", "--mem=1G", "--wrap", "sleep 15")
+    bench.submit("high", "--partition=high", "--exclusive", f"--nodelist={first}", "--mem=1G", "--wrap", "sleep 15")
     bench.until(lambda: "the job leaves" in bench.text("job.out"), 60, "checkpoint")
-    bench.until(lambda: "restored on" in bench.text("job.out"), 90, "restore")
+    bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("plain")), 120, "undisturbed job has passed")
+    bench.until(lambda: "restored on" in bench.text("job.out"), 60, "restore")
     bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("job")), 120, "preempted job has passed")
     if bench.logs("job") != bench.logs("plain"):
         raise Failed("the losses differ from the undisturbed job's")
