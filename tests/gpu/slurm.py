@@ -91,10 +91,10 @@ class Bench:
         for path in sorted(self.home.glob("*.out")) + sorted(self.home.glob("*.txt")):
             print(f"--- {path.name}\n{path.read_text(errors='replace')[-1200:]}")
         for node in self.lab.nodes():
-            for log in ("agent.log", "slurmd.log", "slurmctld.log"):
-                path = self.lab.state / "nodes" / node / "upper/var/log" / log
-                if path.exists():
-                    print(f"--- {node} {log}\n{path.read_text(errors='replace')[-1800:]}")
+            logs = self.lab.state / "nodes" / node / "upper/var/log"
+            for path in (logs / "agent.log", logs / "slurmd.log", *sorted(logs.glob("gpucr/*"))):
+                if path.is_file():
+                    print(f"--- {node} {path.name}\n{path.read_text(errors='replace')[-4000:]}")
 
 
 def move(bench: Bench, steps: int) -> dict[str, object]:
