@@ -17,7 +17,7 @@ from gpucr_hpc.engine import preflight
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda import processes as procfs
 from gpucr_hpc.engine.cuda.node import NodeGpus
-from gpucr_hpc.errors import CudaHostMemory, GpucrError
+from gpucr_hpc.errors import CudaDriverUnusable, CudaHostMemory, GpucrError
 from gpucr_hpc.log import Log
 from gpucr_hpc.units import format_bytes
 
@@ -95,7 +95,8 @@ async def _uses(job: ProtectedJob) -> AsyncIterator[Use | None]:
 async def look(job: ProtectedJob, capsule: Capsule) -> Use | None:
     """The GPU processes as they are now; None when there are none. Raises GpucrError when the driver does not say."""
     processes = namespace_processes(capsule.init_pid)
-    if not procfs.candidates(processes):
+    maybe = procfs.candidates(processes)
+    if not maybe:
         return None
     gpus = NodeGpus(job.job, job.context.config.cuda)
     try:
@@ -109,5 +110,7 @@ async def look(job: ProtectedJob, capsule: Capsule) -> Use | None:
         except CudaHostMemory as error:
             problem = f"{problem}; {error}" if problem else str(error)
         return Use(len(gpus.processes), sum(p.bytes for p in gpus.processes), problem)
+    except CudaDriverUnusable as error:
+        return Use(len(maybe), 0, str(error))
     finally:
         await gpus.close()

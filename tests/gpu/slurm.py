@@ -88,6 +88,9 @@ class Bench:
         """What the daemons and the job have said, for a failure."""
         done = self.lab.exec("ctl", ["bash", "-c", "squeue; sinfo -Nl; scontrol show job"], check=False)
         print(done.stdout[-3500:])
+        asked = ["nvidia-smi", "--query-compute-apps=pid,used_gpu_memory", "--format=csv"]
+        done = self.lab.exec(self.lab.nodes()[1], asked, check=False)
+        print(done.stdout[-500:], done.stderr[-500:])
         for path in sorted(self.home.glob("*.out")) + sorted(self.home.glob("*.txt")):
             print(f"--- {path.name}\n{path.read_text(errors='replace')[-1200:]}")
         for node in self.lab.nodes():

@@ -19,6 +19,7 @@ from gpucr_hpc.agent.gpuword import Use
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.engine.cuda import client
+from gpucr_hpc.engine.cuda import processes as procfs
 
 PROGRAM = """
 import mmap, sys
@@ -131,6 +132,16 @@ def test_what_a_look_finds(process, tmp_path, mig):
     assert use is not None
     assert (use.processes, use.bytes) == (1, 3 << 30)
     assert mig == ("MIG" in use.problem)
+
+
+def test_driver_that_the_agent_cannot_use_is_a_problem(process, monkeypatch):
+    """The job would otherwise learn of it at its preemption."""
+    monkeypatch.delenv(client.FAKE_VARIABLE)
+    job = Job(process, driver="ctypes")
+    monkeypatch.setattr(procfs, "driver_loaded", lambda: True)
+    use = asyncio.run(gpuword.look(job, job.capsule))  # type: ignore[arg-type]
+    assert use is not None
+    assert "libcuda.so.1 cannot be loaded" in use.problem
 
 
 def test_process_without_the_drivers_library_is_no_use_of_a_gpu():
