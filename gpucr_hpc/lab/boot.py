@@ -8,7 +8,7 @@ unshare(1): `ip netns exec` remounts /sys and hides the cgroup mounts; and a net
 goes with its last process, so that a killed node leaves nothing.
 
 cgroups: on version 1 the node sees the host's hierarchy (no cgroup namespace: slurmd looks for the real
-root). On version 2 it gets a cgroup namespace below gpucr-lab/NODE; that has not been tried.
+root). On version 2 it gets a cgroup namespace below gpucr-lab/NODE (seen with scripts/gpu_slurm).
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def _put(table: dict[str, str], key: str, value: str) -> None:
 def cgroup_conf(version: int) -> str:
     """cgroup.conf for the host's cgroup version.
 
-    Version 1 and hybrid hosts: tried. Version 2 has not been tried (no such host at hand): written from
+    Version 1 and hybrid hosts: by every test. Version 2: seen with scripts/gpu_slurm, else written from
     Slurm's manual; without systemd slurmd makes its scope itself (IgnoreSystemd), and in a cgroup namespace
     it must enable the controllers itself (EnableControllers).
     """

@@ -134,6 +134,7 @@ def test_what_a_look_finds(process, tmp_path, mig):
     assert mig == ("MIG" in use.problem)
 
 
+@pytest.mark.skipif(procfs.driver_loaded(), reason="this machine has the driver")
 def test_driver_that_the_agent_cannot_use_is_a_problem(process, monkeypatch):
     """The job would otherwise learn of it at its preemption."""
     monkeypatch.delenv(client.FAKE_VARIABLE)
