@@ -65,6 +65,8 @@ class AgentConfig:
     timeout_margin_s: seconds before the time limit at which a job with --checkpoint-on-timeout leaves, to
     which twice the duration of its last checkpoint is added. timeout_rounds: how often it may do so at most.
 
+    metrics_port: TCP port on 127.0.0.1 at which Prometheus finds figures, 0 for none.
+
     when_unprotected: what happens to a job that asked for protection and cannot have it: "run" it with a
     line in its output, or "fail" it. on_restore_failure: "hold" the job (no work lost), or run it from
     "scratch". log_level: "debug", "info", "warning" or "error".
@@ -76,6 +78,7 @@ class AgentConfig:
     checkpoint_interval_min: str = "1m"
     timeout_margin_s: float = 60.0
     timeout_rounds: int = 1000
+    metrics_port: int = 0
     when_unprotected: str = "run"
     on_restore_failure: str = "hold"
     log_level: str = "info"

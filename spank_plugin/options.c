@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS, FROM };
+enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS };
 
 struct options options;
 void (*options_changed)(void);
@@ -39,12 +39,6 @@ static bool valid_files(const char *s)
 static bool valid_rounds(const char *s)
 {
 	return *s && strspn(s, "0123456789") == strlen(s);
-}
-
-/* 20261127T232501Z-3f9a; whose it is, the agent sees. */
-static bool valid_checkpoint(const char *s)
-{
-	return strlen(s) == 21 && strspn(s, "0123456789abcdefTZ-") == 21;
 }
 
 /* Take the value of an option, or say what it may be. */
@@ -98,17 +92,12 @@ static int given(int which, const char *arg, int remote)
 	case ROUNDS:
 		r = take(options.rounds, sizeof(options.rounds), "checkpoint-rounds", arg, valid_rounds, "a number is needed");
 		break;
-	case FROM:
-		r = take(options.from, sizeof(options.from), OPTION_FROM, arg, valid_checkpoint,
-			 "a checkpoint's id is needed: gpucr list");
-		options.on |= r == 0;
-		break;
 	case NCCL:
 		r = take(options.nccl, sizeof(options.nccl), "checkpoint-nccl", arg, valid_nccl, "write keep or safe");
 		options.nccl_safe = !strcmp(options.nccl, "safe");
 		break;
 	}
-	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT || which == FROM))
+	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT))
 		options_changed();
 	return r;
 }
@@ -122,7 +111,6 @@ static struct spank_option table[] = {
 	{ "checkpoint-files", "POLICY", "[gpucr] files that grew after the checkpoint: rollback (default), keep or refuse", 1, FILES, given },
 	{ OPTION_TIMEOUT, NULL, "[gpucr] write a checkpoint before the time limit, requeue the job and go on", 0, TIMEOUT, given },
 	{ "checkpoint-rounds", "N", "[gpucr] do that at most N times", 1, ROUNDS, given },
-	{ OPTION_FROM, "CHECKPOINT", "[gpucr] begin with this checkpoint of an earlier job of yours", 1, FROM, given },
 	{ OPTION_OFF, NULL, "[gpucr] do not protect this job or step", 0, OFF, given },
 };
 

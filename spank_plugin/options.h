@@ -9,7 +9,6 @@
 #define OPTION_ON "checkpoint-on-preempt"
 #define OPTION_OFF "no-checkpoint"
 #define OPTION_TIMEOUT "checkpoint-on-timeout"
-#define OPTION_FROM "restore-from"
 
 struct options {
 	bool on, off; /* on: also by an option that means nothing without protection */
@@ -20,7 +19,6 @@ struct options {
 	char nccl[8];
 	char files[16];
 	char rounds[16];
-	char from[64];
 };
 
 extern struct options options;

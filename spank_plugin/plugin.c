@@ -169,7 +169,7 @@ static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 static int protect(spank_t sp, uint32_t job, const char *step)
 {
 	static char job_text[16], rank_text[16], nodeid_text[16], nodes_text[16], signal_text[16];
-	static char extra[4][96];
+	static char extra[3][32];
 	const char *argv[40];
 	uint32_t rank = 0, nodeid = 0, nodes = 1;
 	int n = 0, extras = 0;
@@ -216,8 +216,6 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 		snprintf(extra[extras++], sizeof(*extra), "files=%s", options.files);
 	if (*options.rounds)
 		snprintf(extra[extras++], sizeof(*extra), "rounds=%s", options.rounds);
-	if (*options.from)
-		snprintf(extra[extras++], sizeof(*extra), "from=%s", options.from);
 	if (options.on_timeout)
 		snprintf(extra[extras++], sizeof(*extra), "timeout=yes");
 	for (int i = 0; i < extras; i++) {

@@ -99,13 +99,7 @@ static void options_that_mean_protection(void)
 {
 	submit("sbatch --checkpoint-on-t SCRIPT", "#!/bin/sh\n", 0);
 	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
-	submit("sbatch --restore-from=20261127T232501Z-3f9a SCRIPT", "#!/bin/sh\n", 0);
-	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
-	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --restore-from=...\n", 0);
-	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
-	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
-	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
-	submit("sbatch --reservation=x SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-timeout\n", 0);
+	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-timeout\n", 0);
 	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
 	CHECK(stub_option("checkpoint-on-timeout", "(null)", 0) == 0);
 	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
@@ -193,8 +187,6 @@ static void values_are_checked(void)
 	CHECK(stub_option("checkpoint-rounds", "4", 0) == 0);
 	CHECK(stub_option("checkpoint-rounds", "-1", 0) < 0);
 	CHECK(stub_option("checkpoint-rounds", "", 0) < 0);
-	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
-	CHECK(stub_option("restore-from", "../../20261127T23250", 0) < 0);
 }
 
 static void step(const char *const *av, int ac, unsigned id)
@@ -217,11 +209,10 @@ static void batch_step(void)
 	stub_option("checkpoint-files", "keep", 1);
 	stub_option("checkpoint-rounds", "9", 1);
 	stub_option("checkpoint-on-timeout", "", 1);
-	stub_option("restore-from", "20261127T232501Z-3f9a", 1);
 	setenv("GPUCR_SIGNAL", "50", 1); /* the first call has taken it out of the job's environment */
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodeid 0 --nodes 2 --signal 50 --when-unprotected fail "
-		  "--dir /ckpt --interval 30m --option files=keep --option rounds=9 --option from=20261127T232501Z-3f9a "
+		  "--dir /ckpt --interval 30m --option files=keep --option rounds=9 "
 		  "--option timeout=yes --",
 		  stub.argv);
 }

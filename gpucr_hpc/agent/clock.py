@@ -136,7 +136,7 @@ class Clock:
             job.save()
 
     async def _leave(self, job: ProtectedJob) -> None:
-        """The time limit comes near: go, if a round is left; else one more set is kept for `--restore-from`."""
+        """The time limit comes near: go, if a round is left; else one more set is kept."""
         times, policy = job.times, job.policy
         try:
             info = await slurm.job(job.job)
@@ -149,8 +149,7 @@ class Clock:
             if not leave:
                 times.last_word = True
                 await job.tell(
-                    f"the time limit comes near, and the job has gone on {job.timeouts} times: it ends at the limit. "
-                    "Its last checkpoint stays: sbatch --restore-from"
+                    f"the time limit comes near, and the job has gone on {job.timeouts} times: it ends at the limit"
                 )
             await lead.checkpoint(job, "timeout", leave=leave, info=info)
         except Busy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import pwd
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from gpucr_hpc import log as logging
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import peers
+from gpucr_hpc.agent import metrics, peers
 from gpucr_hpc.agent.clock import Clock
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.control import Control
@@ -202,6 +203,12 @@ async def serve(config: Config) -> None:
             lambda: PeerSession(context, agent.jobs, orders),
         ),
     ]
+    if config.agent.metrics_port:
+        try:
+            text = functools.partial(metrics.METRICS.text, agent.jobs.values())
+            servers.append(await metrics.serve(config.agent.metrics_port, text))
+        except OSError as error:  # jobs are more than figures
+            log.error("no figures for Prometheus", port=config.agent.metrics_port, error=str(error))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ from gpucr_hpc import slurm
 from gpucr_hpc.agent import checkpointing, gpuword, peers, recipients, restarting
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
+from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.phase import Decision, Phase, decide
 from gpucr_hpc.agent.policy import policy_of
 from gpucr_hpc.agent.supervisor import Supervisor
@@ -90,6 +91,7 @@ def member_fields(job: ProtectedJob) -> dict[str, Any]:
         "addresses": list(job.geometry.addresses),
         "store_root": job.store_root,
         "excluded": job.excluded,
+        "files": job.policy.files,
     }
 
 
@@ -288,7 +290,13 @@ async def checkpoint(
     if job.node_rank != 0 or job.geometry is None:
         first = job.geometry.nodes[0] if job.geometry else "its first node"
         raise Refused(reason=f"the agent on {first} leads job {job.job}: ask there")
-    return await checkpointing.checkpoint(job, reason, leave=leave, hold=hold, full=full, info=info, since=since)
+    try:
+        report = await checkpointing.checkpoint(job, reason, leave=leave, hold=hold, full=full, info=info, since=since)
+    except GpucrError:
+        METRICS.checkpoint(reason, None)
+        raise
+    METRICS.checkpoint(reason, report)
+    return report
 
 
 # --- the end --------------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.peers import Session
 from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity
+from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
@@ -48,7 +50,7 @@ class MemberSession(Session):
         found.uid, found.gid, found.run = fields["uid"], fields["gid"], fields["run"]
         found.groups, found.store_root = tuple(fields["groups"]), fields["store_root"]
         found.excluded = fields["excluded"]
-        found.node_rank = node_rank
+        found.node_rank, found.policy = node_rank, Policy(files=FilesPolicy(fields["files"]))
         found.geometry = Geometry(*(tuple(fields[k]) for k in ("names", "nodes", "addresses")))
         return found
 
@@ -170,13 +172,15 @@ class MemberSession(Session):
 
     # --- restore ----------------------------------------------------------------------------------------
 
-    async def do_restore_build(self, job: str, node_rank: int, manifest: str, **fields: Any) -> None:
+    async def do_restore_build(
+        self, job: str, node_rank: int, manifest: str, ran_on: bool, **fields: Any
+    ) -> None:
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
         await self._clear(job)
         self._job = self._set_up(job, node_rank, fields)
         decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=job)
-        self._restore = self._job.restore = NodeRestore(self._job, decoded)
+        self._restore = self._job.restore = NodeRestore(self._job, decoded, ran_on=ran_on)
         await self._restore.build()
 
     async def _clear(self, job: str) -> None:

@@ -48,6 +48,7 @@ class NodeRestore:
         self._meta: dict[str, Any] = manifest.rank(job.node_rank)
         self._gpus = NodeGpus(job.job, job.context.config.cuda)
         self._over = False
+        self._tails: list[list[Any]] = []
         self.report: list[str] = []
 
     async def build(self) -> None:
@@ -67,7 +68,7 @@ class NodeRestore:
             entry=manifest.image(job.node_rank).as_dict(),
             key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
         )
-        await self._roll_back_files()
+        await self._fit_files()
         # No supervisor belongs to them before their sruns are started again.
         job.steps.adopt({"on_node": [step | {"launch": "none yet"} for step in self._meta["steps"]]})
         job.forget_failure()
@@ -96,23 +97,36 @@ class NodeRestore:
         env = environment_of(supervisor.pid) if supervisor is not None else {}
         return await self._gpus.expect(self._meta["gpu"], env)
 
-    async def _roll_back_files(self) -> None:
-        """Files that were written to after the checkpoint get their size of then; as the job's user.
+    async def _fit_files(self) -> None:
+        """Files that were written to after the checkpoint get their size of then, as the job's user; CRIU wants that.
 
-        The output only when the job ran on: what Slurm and gpucr said when it left stays.
+        Their tails stay beside, or, by the job's policy, are put back before the tree runs. The output of the job is
+        changed only when it ran on: what Slurm and gpucr said when it left stays.
         """
-        files = self._meta["files"] + (self._meta.get("outputs", []) if self._ran_on else [])
+        job, policy = self._job, self._job.policy.files
+        files = list(self._meta["files"])
+        if self._ran_on and policy is not FilesPolicy.KEEP:
+            files += self._meta.get("outputs", [])
         if not files:
             return
-        job = self._job
         async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
-            if job.policy.files is FilesPolicy.REFUSE:
-                grown = await worker.call("grown", files=files)
-                if grown:
-                    raise RestoreFailed(reason=f"--checkpoint-files=refuse: {grown[0]}", log="none")
-            self.report = await worker.call(
-                "roll_back", files=files, suffix=f"after-{self._manifest.checkpoint}"
-            )
+            grown = await worker.call("grown", files=files) if policy is FilesPolicy.REFUSE else []
+            if grown:
+                raise RestoreFailed(reason=f"--checkpoint-files=refuse: {grown[0]}", log="none")
+            changed = await worker.call("set_aside", files=files, suffix=f"after-{self._manifest.checkpoint}")
+        if policy is FilesPolicy.KEEP:
+            self._tails = changed
+            return
+        self.report = [
+            f"{path}: {size} bytes written after the checkpoint moved to {aside}" for path, aside, size in changed
+        ]
+
+    async def _put_back(self) -> None:
+        """The tails of files that keep what was written after the checkpoint; the tree stands still."""
+        tails, self._tails = self._tails, []
+        if tails:
+            async with WorkerClient(self._job.store_root, self._job.uid, self._job.gid) as worker:
+                await worker.call("put_back", tails=tails)
 
     @property
     def worker(self) -> WorkerClient:
@@ -155,7 +169,12 @@ class NodeRestore:
             job.run_dir.save_gpus(gpus)
         warm = asyncio.ensure_future(self._gpus.warm_spare())
         job.capsule = await engine.restore(
-            self._builder, job.run_dir, self._worker, self._meta, job.context.config.engine
+            self._builder,
+            job.run_dir,
+            self._worker,
+            self._meta,
+            job.context.config.engine,
+            before_it_runs=self._put_back if self._tails else None,
         )
         job.save()
         await reach(Point.RESTORED, job.job)
@@ -207,6 +226,10 @@ class NodeRestore:
         if self._over:
             return
         self._over = True
+        try:
+            await self._put_back()
+        except (GpucrError, OSError) as error:
+            log.error("tails are left beside their files", job=self._job.job, error=str(error))
         await self.close()
         job = self._job
         job.steps.stop()

@@ -19,14 +19,13 @@ class Policy:
 
     interval_s: seconds from one checkpoint by the clock to the next, 0 for none. files: what happens at a restore to
     files that grew after the checkpoint. on_timeout: whether the job is checkpointed and requeued before its time
-    limit, at most `rounds` times. restore_from: a checkpoint of an earlier job to begin with, empty for none.
+    limit, at most `rounds` times.
     """
 
     interval_s: float = 0.0
     files: FilesPolicy = FilesPolicy.ROLLBACK
     on_timeout: bool = False
     rounds: int = 0
-    restore_from: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -58,5 +57,4 @@ def policy_of(hello: wire.Frame, config: AgentConfig) -> Policy:
         files=files,
         on_timeout=options.get("timeout") == "yes",
         rounds=min(rounds, config.timeout_rounds),
-        restore_from=options.get("from", ""),
     )

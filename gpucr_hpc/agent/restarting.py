@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
@@ -136,8 +137,8 @@ async def _tell(job: ProtectedJob, supervisor: Supervisor, lines: list[str]) -> 
 class RemoteRestore:
     """Another node's part, over one connection: when that ends early, the node undoes by itself."""
 
-    def __init__(self, job: ProtectedJob, rank: int, peer: Peer, manifest: bytes) -> None:
-        self._job, self._rank, self._peer, self._manifest = job, rank, peer, manifest
+    def __init__(self, job: ProtectedJob, rank: int, peer: Peer, manifest: bytes, *, ran_on: bool) -> None:
+        self._job, self._rank, self._peer, self._manifest, self._ran_on = job, rank, peer, manifest, ran_on
 
     async def build(self) -> None:
         await self._peer.call(
@@ -145,6 +146,7 @@ class RemoteRestore:
             job=self._job.job,
             node_rank=self._rank,
             manifest=base64.b64encode(self._manifest).decode(),
+            ran_on=self._ran_on,
             **lead.member_fields(self._job),
         )
 
@@ -182,7 +184,7 @@ async def _restore(
     try:
         for rank, peer in enumerate(await context.connector.open_all(job.job, job.geometry.others), 1):
             signed = manifest_file.encode(manifest.of_node(rank), context.signing_key)
-            parts.append(RemoteRestore(job, rank, peer, signed))
+            parts.append(RemoteRestore(job, rank, peer, signed, ran_on=ran_on))
         await _all(part.build() for part in parts)
         await _tell(job, supervisor, [*problems, *local.report])
         problems.clear()
@@ -210,6 +212,7 @@ async def _restore(
         await _all(part.open(text) for part in parts[1:])
         await local.open(text)
     except BaseException:
+        METRICS.restore(None)
         await asyncio.shield(_undo(parts))
         raise
     for part in parts:
@@ -217,6 +220,7 @@ async def _restore(
     await _tell(job, supervisor, local.report)
     job.spawn(slurm.comment(job.job, f"gpucr: restored from {manifest.checkpoint} at {rfc3339()}"))
     job.keep_ready()
+    METRICS.restore(took_s)
     log.info("restored", job=job.job, checkpoint=manifest.checkpoint, nodes=len(parts), took_s=took_s)
 
 

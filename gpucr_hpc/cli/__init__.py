@@ -9,6 +9,7 @@ import typer
 
 from gpucr_hpc import __version__
 from gpucr_hpc.cli import (
+    cmd_advise,
     cmd_agent,
     cmd_checkpoint,
     cmd_config,
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command("checkpoint")(cmd_checkpoint.checkpoint)
 app.command("status")(cmd_status.status)
 app.command("top")(cmd_status.top)
+app.command("advise")(cmd_advise.advise)
 app.command("drain")(cmd_drain.drain)
 app.command("undrain")(cmd_drain.undrain)
 app.command("list")(cmd_list.list_checkpoints)

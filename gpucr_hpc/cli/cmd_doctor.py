@@ -12,7 +12,7 @@ import typer
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import recipients
-from gpucr_hpc.cli import output
+from gpucr_hpc.cli import doctor_slurm, output
 from gpucr_hpc.cli.client import ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
@@ -22,41 +22,6 @@ from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trus
 from gpucr_hpc.units import format_bytes
 
 _Finding = dict[str, Any]
-
-# slurm.conf: key (lower case), test of its value, what a wrong value costs, line to add. Reasons: docs/admin.md.
-_SLURM_RULES: tuple[tuple[str, Callable[[str], bool], str, str], ...] = (
-    (
-        "proctracktype",
-        lambda v: v == "proctrack/cgroup",
-        "Slurm would signal every process of a job itself, and could not end a capsule",
-        "ProctrackType=proctrack/cgroup",
-    ),
-    (
-        "preemptmode",
-        lambda v: "REQUEUE" in v.upper(),
-        "preempted jobs are cancelled or suspended, not moved",
-        "PreemptMode=REQUEUE",
-    ),
-    (
-        "preemptparameters",
-        lambda v: "send_user_signal" in v,
-        "a preempted job learns of it only when its processes are killed",
-        "PreemptParameters=send_user_signal",
-    ),
-    ("jobrequeue", lambda v: v == "1", "jobs are not requeued unless they ask for it", "JobRequeue=1"),
-    (
-        "maxbatchrequeue",
-        lambda v: v.isdigit() and int(v) >= 100,
-        "a job that is moved often is held after this many requeues",
-        "MaxBatchRequeue=1000",
-    ),
-    (
-        "schedulerparameters",
-        lambda v: "requeue_delay" in v,
-        "a requeued job waits up to two minutes before it may start (Slurm 25.11 and newer)",
-        "SchedulerParameters=requeue_delay=1",
-    ),
-)
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False) -> None:
@@ -94,8 +59,9 @@ async def _examine(config: Config) -> list[_Finding]:
             _finding("program", found, program, "build and install it: make -C spank_plugin all install")
         )
     findings += [_finding(*line) for line in gpu_doctor.examine(config.cuda)]
-    findings += _keys(config) + _agent(config)
-    return findings + await _slurm()
+    about_agent, bytes_per_s = _agent(config)
+    findings += _keys(config) + about_agent + await _others()
+    return findings + await _slurm(bytes_per_s)
 
 
 def _keys(config: Config) -> list[_Finding]:
@@ -119,29 +85,42 @@ def _keys(config: Config) -> list[_Finding]:
     ]
 
 
-def _agent(config: Config) -> list[_Finding]:
+async def _others() -> list[_Finding]:
+    """The agents of the cluster's other nodes: whether they answer, and have this node's key."""
+    try:
+        nodes = ask("status", nodes=await slurm.all_nodes())["nodes"]
+    except GpucrError as error:
+        return [_finding("agents", False, error, error.advice())]
+    bad = [f"{node['node']}: {node['problem']}" for node in nodes if node["problem"]]
+    detail = f"{len(nodes) - len(bad)} of {len(nodes)} nodes answer" + (": " + "; ".join(bad[:5]) if bad else "")
+    advice = "start gpucr-agent there, with the same signing key and an open port: jobs of several nodes need it"
+    return [_finding("agents", not bad, detail, advice)]
+
+
+def _agent(config: Config) -> tuple[list[_Finding], float]:
+    """Findings, and the store's speed in bytes per second, 0 when it is not known."""
     try:
         status = ask("status")
         findings = [_finding("agent", status["problem"] is None, f"on {status['node']}, {len(status['jobs'])} jobs")]
         probe = ask("probe_store")
     except GpucrError as error:
-        return [_finding("agent", False, error, error.advice())]
+        return [_finding("agent", False, error, error.advice())], 0.0
     detail = f"{probe['root']}: {format_bytes(probe['free_bytes'])} free, {probe['seconds']:.3f} s for a synced write"
+    detail += f", {format_bytes(int(probe['bytes_per_s']))}/s"
     findings.append(_finding("store", probe["free_bytes"] > 1 << 30, detail, "less than 1 GiB is free"))
     if Path(config.store.root).parts[:2] == ("/", "var"):
         advice = "set store.root to a directory of the parallel file system that every node mounts"
         findings.append(_finding("store", False, f"{config.store.root} looks local to this node", advice))
-    return findings
+    return findings, float(probe["bytes_per_s"])
 
 
-async def _slurm() -> list[_Finding]:
+async def _slurm(bytes_per_s: float) -> list[_Finding]:
     try:
-        live = await slurm.config()
+        live, partitions = await slurm.config(), await slurm.partitions()
     except GpucrError as error:
         return [_finding("Slurm", False, error, "is slurmctld up, and scontrol on this node?")]
-    findings = []
-    for key, test, cost, line in _SLURM_RULES:
-        value = live.get(key, "(not set)")
-        good = bool(test(value))
-        findings.append(_finding("Slurm", good, f"{key}={value}", f"{line}   # otherwise {cost}"))
-    return findings
+    found = doctor_slurm.judge(live)
+    if bytes_per_s:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        found += doctor_slurm.judge_partitions(partitions, bytes_per_s, memory)
+    return [_finding(f.what, f.good, f.detail, f.advice) for f in found]

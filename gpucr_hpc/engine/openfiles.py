@@ -97,13 +97,14 @@ def grown(files: list[OpenFile]) -> list[str]:
     return found
 
 
-def roll_back(files: list[OpenFile], suffix: str) -> list[str]:
+def set_aside(files: list[OpenFile], suffix: str) -> list[tuple[str, str, int]]:
     """Cut files that grew since the dump back to their size then; the tail is kept beside as PATH.SUFFIX.
 
     CRIU refuses a file of another size, and what a job writes again would stand there twice. Runs under the
-    identity of the job's user. Returns a line for each changed file; OSError when one cannot be changed.
+    identity of the job's user. Returns path, tail's path and its size in bytes of each changed file; OSError when one
+    cannot be changed.
     """
-    report = []
+    changed = []
     for file in files:
         try:
             descriptor = os.open(file.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -121,8 +122,21 @@ def roll_back(files: list[OpenFile], suffix: str) -> list[str]:
                 tail.flush()
                 os.fsync(tail.fileno())
             opened.truncate(file.size_bytes)
-            report.append(f"{file.path}: {size - file.size_bytes} bytes written after the checkpoint moved to {aside}")
-    return report
+            changed.append((file.path, aside, size - file.size_bytes))
+    return changed
+
+
+def put_back(tails: list[tuple[str, str, int]]) -> None:
+    """Undo `set_aside`: append each tail to its file again and remove it. OSError leaves those that are left."""
+    for path, aside, _ in tails:
+        flags = os.O_NOFOLLOW | os.O_CLOEXEC
+        with (
+            os.fdopen(os.open(aside, os.O_RDONLY | flags), "rb") as tail,
+            os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | flags), "ab") as file,
+        ):
+            while block := tail.read(1 << 20):
+                file.write(block)
+        os.unlink(aside)
 
 
 def _create_beside(path: str, suffix: str) -> tuple[int, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from gpucr_hpc.capsule.capsule import Builder, Capsule
 from gpucr_hpc.capsule.processes import Process, highest_id
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
-from gpucr_hpc.engine import criu
+from gpucr_hpc.engine import criu, hooks
 from gpucr_hpc.engine.dump import keep_log, put_private_files
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import RestoreFailed
@@ -72,22 +74,32 @@ def restore_above(meta: dict[str, Any]) -> int:
 
 
 async def restore(
-    builder: Builder, run_dir: RunDir, worker: WorkerClient, meta: dict[str, Any], config: EngineConfig
+    builder: Builder,
+    run_dir: RunDir,
+    worker: WorkerClient,
+    meta: dict[str, Any],
+    config: EngineConfig,
+    *,
+    before_it_runs: Callable[[], Awaitable[None]] | None = None,
 ) -> Capsule:
     """Files first, then the tree, which runs when this returns (its network still locked).
 
+    before_it_runs: done when everything is restored and stands still; its failure makes the restore fail.
     Raises RestoreFailed with CRIU's reason and the place of its log, an ImageError or StoreError for a bad image.
     """
     await put_private_files(builder.capsule, worker)
     log = run_dir.work / "restore.log"
+    argv, env = criu.restore_argv(config, run_dir.images, run_dir.work), clean_env()
     try:
-        return await builder.restore(
-            criu.restore_argv(config, run_dir.images, run_dir.work),
-            clean_env(),
-            old_root=meta["tree"]["root"],
-            shepherd=meta["tree"]["shepherd"],
-            log=log,
-        )
+        async with contextlib.AsyncExitStack() as stack:
+            if before_it_runs is not None:
+                capsule = builder.capsule
+                hook = hooks.serve(run_dir.images, capsule.uid, "post-restore", before_it_runs)
+                env["GPUCR_HOOK_SOCKET"] = str(await stack.enter_async_context(hook))
+                argv += ["--action-script", criu.HOOK_PROGRAM]
+            return await builder.restore(
+                argv, env, old_root=meta["tree"]["root"], shepherd=meta["tree"]["shepherd"], log=log
+            )
     except RestoreFailed as error:
         await worker.call("cause")  # a damaged image is the cause then, not what CRIU makes of it
         reason = criu.explain_file(log) if log.exists() else str(error.fields["reason"])

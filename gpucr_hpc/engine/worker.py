@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.engine import inspection, pagemap, stream
-from gpucr_hpc.engine.openfiles import OpenFile, grown, roll_back
+from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
 from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError, UsageError
 from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
@@ -32,6 +32,8 @@ from gpucr_hpc.model import ImageEntry
 from gpucr_hpc.store.base import Staging
 from gpucr_hpc.store.posix import PosixStore
 from gpucr_hpc.wire import receive_record, send_record
+
+_PROBE_BYTES = 8 << 20
 
 
 class Worker:
@@ -289,29 +291,33 @@ class Worker:
         """Lines about files that grew since a checkpoint; this worker then runs as the job's user."""
         return grown([OpenFile(**file) for file in files])
 
-    def do_roll_back(self, files: list[dict[str, Any]], suffix: str) -> list[str]:
+    def do_set_aside(self, files: list[dict[str, Any]], suffix: str) -> list[tuple[str, str, int]]:
         """Cut files that grew since a checkpoint; this worker then runs as the job's user."""
         try:
-            return roll_back([OpenFile(**file) for file in files], suffix)
+            return set_aside([OpenFile(**file) for file in files], suffix)
         except OSError as error:
             raise StoreError(path=error.filename, reason=f"cannot be rolled back: {error.strerror}") from None
 
-    def do_read(self, path: str, limit_bytes: int) -> str | None:
-        """A small file of the user as whom this worker runs, base64, or None when there is none."""
+    def do_put_back(self, tails: list[tuple[str, str, int]]) -> None:
+        """Append the tails to their files again; this worker then runs as the job's user."""
         try:
-            return base64.b64encode(read_own(path, limit_bytes)).decode()
-        except FileNotFoundError:
-            return None
+            put_back(tails)
         except OSError as error:
-            raise KeyFileError(path=path, reason=error.strerror) from None
+            raise StoreError(path=error.filename, reason=f"its tail cannot be put back: {error.strerror}") from None
 
     def do_probe(self) -> dict[str, float]:
-        """Write, sync and read a small file in the store; return seconds taken."""
+        """Write, sync and read a small file and a larger one in the store; seconds for the small one, and the speed
+        that the larger one makes probable."""
         start = time.monotonic()
         self.store.put_record("0", "probe", b"probe")
         self.store.get_record("0", "probe")
+        seconds = time.monotonic() - start
+        data = os.urandom(_PROBE_BYTES)
+        start = time.monotonic()
+        self.store.put_record("0", "probe", data)
+        bytes_per_s = _PROBE_BYTES / max(1e-6, time.monotonic() - start)
         self.store.delete_record("0", "probe")
-        return {"seconds": time.monotonic() - start}
+        return {"seconds": seconds, "bytes_per_s": bytes_per_s}
 
 
 def read_own(path: str, limit_bytes: int) -> bytes:

@@ -1,11 +1,12 @@
 """The only place that reads Slurm's output and changes jobs and nodes."""
 
 from gpucr_hpc.slurm.control import comment, forgive, keep_away, requeue, requeue_hold
-from gpucr_hpc.slurm.nodes import drain, jobs_on, node_states, running_jobs, undrain
-from gpucr_hpc.slurm.query import JobInfo, config, enough_free_elsewhere, hostnames, job, node_addresses
+from gpucr_hpc.slurm.nodes import all_nodes, drain, jobs_on, node_states, running_jobs, undrain
+from gpucr_hpc.slurm.query import JobInfo, config, enough_free_elsewhere, hostnames, job, node_addresses, partitions
 
 __all__ = [
     "JobInfo",
+    "all_nodes",
     "comment",
     "config",
     "drain",
@@ -17,6 +18,7 @@ __all__ = [
     "keep_away",
     "node_addresses",
     "node_states",
+    "partitions",
     "requeue",
     "requeue_hold",
     "running_jobs",

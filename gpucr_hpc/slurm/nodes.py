@@ -29,6 +29,15 @@ async def node_states(nodes: list[str]) -> dict[str, frozenset[str]]:
     return found
 
 
+async def all_nodes() -> list[str]:
+    """Every node that can take jobs now: not down, powered off or drained."""
+    done = await _run("scontrol", "show", "nodes", PARSER)
+    if done.status != 0:
+        raise SlurmError(reason=f"cannot ask for the nodes: {done.stderr.strip()}")
+    out = {"DOWN", "DRAIN", "POWERED_DOWN", "NOT_RESPONDING", "FUTURE"}
+    return [str(node["name"]) for node in json.loads(done.stdout)["nodes"] if not out & set(node.get("state", ()))]
+
+
 async def jobs_on(nodes: list[str]) -> list[JobInfo]:
     """Jobs that have any of these nodes, those that are just leaving them included."""
     done = await _run("squeue", "--nodelist", ",".join(nodes), PARSER)

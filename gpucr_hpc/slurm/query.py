@@ -146,6 +146,15 @@ async def config() -> dict[str, str]:
     return {key.strip().lower(): value.strip() for key, _, value in pairs}
 
 
+async def partitions() -> list[dict[str, str]]:
+    """Partitions as slurmctld has them, keys in lower case."""
+    done = await _scontrol("show", "partition", "--oneliner")
+    if done.status != 0:
+        raise SlurmError(reason=f"cannot read the partitions: {done.stderr.strip()}")
+    words = ((word.partition("=") for word in line.split() if "=" in word) for line in done.stdout.splitlines())
+    return [{key.lower(): value for key, _, value in line} for line in words]
+
+
 async def enough_free_elsewhere(info: JobInfo, here: list[str]) -> bool:
     """Whether as many nodes as the job has, other than these, have room for their part of it at this moment."""
     done = await _scontrol("show", "nodes", PARSER)

@@ -41,7 +41,10 @@ def footprint(lab: Lab, job: JobRun) -> dict[str, int]:
 
 
 def _status(pid: int, key: str) -> str:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines(keepends=True)
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines(keepends=True)
+    except OSError:
+        return ""  # it ended meanwhile
     return next((line.partition(":")[2] for line in lines if line.startswith(f"{key}:")), "").lstrip(" ")
 
 

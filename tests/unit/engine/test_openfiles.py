@@ -7,7 +7,7 @@ import os
 import pytest
 
 from gpucr_hpc.capsule.processes import read_process
-from gpucr_hpc.engine.openfiles import OpenFile, roll_back, writable_files
+from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside, writable_files
 
 
 def test_files_open_for_writing(tmp_path):
@@ -29,25 +29,30 @@ def test_files_open_for_writing(tmp_path):
 
 
 def test_roll_back(tmp_path):
-    """What grew is cut and its tail kept beside; the rest is left alone."""
-    grown, same, short = (tmp_path / name for name in ("grown", "same", "short"))
-    grown.write_bytes(b"before" + b"after" * 1000)
+    """What grew is cut and its tail kept beside, the rest is left alone; and it can be undone."""
+    larger, same, short = (tmp_path / name for name in ("grown", "same", "short"))
+    larger.write_bytes(b"before" + b"after" * 1000)
     same.write_bytes(b"same")
     short.write_bytes(b"s")
-    files = [OpenFile(str(path), 6, os.O_WRONLY) for path in (grown, short, tmp_path / "gone")]
+    files = [OpenFile(str(path), 6, os.O_WRONLY) for path in (larger, short, tmp_path / "gone")]
     files.append(OpenFile(str(same), 4, os.O_WRONLY))
-    (line,) = roll_back(files, "after-ID")
-    assert line.startswith(f"{grown}: 5000 bytes written after the checkpoint moved to {grown}.after-ID")
-    assert (b"before", b"after" * 1000) == (grown.read_bytes(), (tmp_path / "grown.after-ID").read_bytes())
+    assert [f"{larger} grew by 5000 bytes after the checkpoint"] == grown(files)
+    changed = set_aside(files, "after-ID")
+    assert [(str(larger), f"{larger}.after-ID", 5000)] == changed
+    assert (b"before", b"after" * 1000) == (larger.read_bytes(), (tmp_path / "grown.after-ID").read_bytes())
     assert (b"same", b"s") == (same.read_bytes(), short.read_bytes())
     assert 0o600 == (tmp_path / "grown.after-ID").stat().st_mode & 0o777
+    put_back(changed)
+    assert b"before" + b"after" * 1000 == larger.read_bytes()
+    assert not (tmp_path / "grown.after-ID").exists()
+    assert [] == grown(files[1:])
 
 
 def test_second_roll_back_keeps_both_tails(tmp_path):
     path = tmp_path / "out"
     for tail in (b"one", b"two"):
         path.write_bytes(b"base" + tail)
-        roll_back([OpenFile(str(path), 4, os.O_WRONLY)], "after-ID")
+        set_aside([OpenFile(str(path), 4, os.O_WRONLY)], "after-ID")
     assert (b"one", b"two") == tuple((tmp_path / f"out.after-ID{n}").read_bytes() for n in ("", ".1"))
 
 
@@ -57,5 +62,5 @@ def test_link_in_place_of_a_file_is_not_followed(tmp_path):
     target.write_bytes(b"precious")
     (tmp_path / "out").symlink_to(target)
     with pytest.raises(OSError, match="out"):
-        roll_back([OpenFile(str(tmp_path / "out"), 1, os.O_WRONLY)], "after-ID")
+        set_aside([OpenFile(str(tmp_path / "out"), 1, os.O_WRONLY)], "after-ID")
     assert b"precious" == target.read_bytes()

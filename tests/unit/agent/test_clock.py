@@ -1,0 +1,99 @@
+"""When a checkpoint by the clock is due, and a job's own word about its progress."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from gpucr_hpc import wire
+from gpucr_hpc.agent.clock import Times, margin_s
+from gpucr_hpc.agent.policy import Policy, policy_of
+from gpucr_hpc.agent.report import parse_progress, read_line
+from gpucr_hpc.config import AgentConfig
+from gpucr_hpc.engine.openfiles import FilesPolicy
+from gpucr_hpc.errors import UsageError
+
+SITE = AgentConfig(checkpoint_interval="1h", checkpoint_interval_min="5m", timeout_rounds=10)
+
+
+def hello(interval: str = "", **options: str) -> wire.Frame:
+    return wire.make(wire.Type.HELLO, ("OPTION", [f"{k}={v}" for k, v in options.items()]), INTERVAL=interval)
+
+
+def test_interval():
+    assert not Times(mark=100).interval_due(0, 1e9)
+    assert not Times(mark=100).interval_due(60, 159)
+    assert Times(mark=100).interval_due(60, 160)
+
+
+def test_time_limit():
+    """Not before the margin, not twice, and never before half of the time."""
+    times = Times(began=0, end=1000)
+    assert not times.limit_due(60, 939)
+    assert times.limit_due(60, 940)
+    assert not Times(began=0, end=1000, retry=990).limit_due(60, 980)
+    assert not Times(began=0, end=1000, last_word=True).limit_due(60, 999)
+    assert not Times(began=0, end=60).limit_due(60, 29)
+    assert Times(began=0, end=60).limit_due(60, 30)
+    assert not Times(began=0, end=0).limit_due(60, 1e9), "without a limit"
+
+
+def test_margin_has_the_last_dump_in_it():
+    assert margin_s(60, {}) == 60
+    assert margin_s(60, {"dump_s": 100}) == 260
+
+
+def test_slurmctld_is_asked_more_often_near_the_end():
+    assert Times().question_due(1000)
+    assert not Times(asked=1000, end=9000).question_due(1200)
+    assert Times(asked=1000, end=9000).question_due(1300)
+    assert Times(asked=1000, end=1800).question_due(1030)
+
+
+def test_policy_of_site_and_user():
+    assert policy_of(hello(), SITE) == Policy(interval_s=3600, rounds=10)
+    assert policy_of(hello("1s"), SITE).interval_s == 300
+    assert policy_of(hello("0"), SITE).interval_s == 0
+    wanted = policy_of(hello("30m", files="keep", timeout="yes", rounds="3"), SITE)
+    assert wanted == Policy(1800, FilesPolicy.KEEP, on_timeout=True, rounds=3)
+    assert policy_of(hello(rounds="99"), SITE).rounds == 10
+    assert policy_of(hello(rounds="0", timeout="yes"), SITE).rounds == 0
+
+
+@pytest.mark.parametrize("options", [{"files": "undo"}, {"rounds": "many"}])
+def test_bad_options_are_refused(options):
+    with pytest.raises(UsageError):
+        policy_of(hello(**options), SITE)
+
+
+def test_policy_survives_the_journal():
+    policy = Policy(60, FilesPolicy.REFUSE, on_timeout=True, rounds=2)
+    assert Policy.from_dict(policy.as_dict()) == policy
+    assert Policy.from_dict({"interval_s": 60, "unheard_of": 1}) == Policy(60)
+
+
+@pytest.mark.parametrize("line", ["", "half", "5", "-1 10", "11 10", "0 0", "1 nan", "1 inf", "a b"])
+def test_what_is_no_progress(line):
+    assert parse_progress(line, None, 0) is None
+
+
+def test_progress():
+    """Percent, and the time left by the program's own word, else from two looks."""
+    own = parse_progress("250 1000 90.5", None, 0)
+    assert own is not None
+    assert own.as_dict() == {"done": 250, "total": 1000, "percent": 25, "left_s": 90.5}
+    assert parse_progress("250 1000", None, 50).left_s is None
+    assert parse_progress("250 1000", (0, 150), 50).left_s == 375
+
+
+def test_only_a_regular_file_is_read(tmp_path):
+    """No link is followed, and a pipe holds nobody up."""
+    real = tmp_path / "real"
+    real.write_text("1 2\nmore\n")
+    (tmp_path / "link").symlink_to(real)
+    os.mkfifo(tmp_path / "fifo")
+    assert read_line(str(real)) == "1 2"
+    assert read_line(str(tmp_path / "link")) is None
+    assert read_line(str(tmp_path / "fifo")) is None
+    assert read_line(str(tmp_path / "none")) is None
