@@ -65,23 +65,23 @@ class Drain(Show):
 
     option = "--drain"
     help = "a node with six protected jobs, two of them MPI jobs of two nodes, and another one is emptied"
-    lab_settings = ("node.CPUs=8", "TaskPlugin=task/cgroup")
+    lab_settings = ("node.CPUs=16", "DefMemPerCPU=256", "TaskPlugin=task/cgroup")
     deadline_s: ClassVar[int] = 90
     _RING = (300, 30000)
     _COUNTER = (600, 0.1)
 
     def run(self) -> dict[str, Any]:
         lab, nodes = self.lab, self.lab.nodes()[1:]
-        if len(nodes) < 4 or int(self._slurm_node(nodes[0])["cpus"]) < 8:
-            raise LabError(reason="this demo needs 4 nodes with --set node.CPUs=8: end the lab that is up first")
+        if len(nodes) < 4 or int(self._slurm_node(nodes[0])["cpus"]) < 16:
+            raise LabError(reason="this demo needs 4 nodes with --set node.CPUs=16: end the lab that is up first")
         self.place_files("ring.sh", "ring.c", "counter.sh", "iterate.sh", "iterate.py")
         node = nodes[0]
         steps, pause_s = self._COUNTER
         iterations, pause_us = self._RING
         self._only(nodes[:2])  # until all have started, so that they are where the show needs them
         rings = [self.submit("alice", "ring.sh", str(iterations), str(pause_us)) for _ in range(2)]
-        self._only(nodes[:1])
         wait_until(lambda: all(self._runs(job) for job in rings), 60, "the MPI jobs")
+        self._only(nodes[:1])
         counters = [self.submit("alice", "counter.sh", str(steps), str(pause_s)) for _ in range(2)]
         words = ("iterate.sh", "300", "8", "0.15")
         iterates = [self.submit("alice", *words) for _ in range(2)]
