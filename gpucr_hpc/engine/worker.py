@@ -305,6 +305,15 @@ class Worker:
         except OSError as error:
             raise StoreError(path=error.filename, reason=f"its tail cannot be put back: {error.strerror}") from None
 
+    def do_read(self, path: str, limit_bytes: int) -> str | None:
+        """A small file of the user as whom this worker runs, base64, or None when there is none."""
+        try:
+            return base64.b64encode(read_own(path, limit_bytes)).decode()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise KeyFileError(path=path, reason=error.strerror) from None
+
     def do_probe(self) -> dict[str, float]:
         """Write, sync and read a small file and a larger one in the store; seconds for the small one, and the speed
         that the larger one makes probable."""

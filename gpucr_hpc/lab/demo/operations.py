@@ -66,9 +66,9 @@ class Drain(Show):
     option = "--drain"
     help = "a node with six protected jobs, two of them MPI jobs of two nodes, and another one is emptied"
     lab_settings = ("node.CPUs=16", "DefMemPerCPU=256", "TaskPlugin=task/cgroup")
-    deadline_s: ClassVar[int] = 90
-    _RING = (300, 30000)
-    _COUNTER = (600, 0.1)
+    deadline_s: ClassVar[int] = 120
+    _RING = (250, 200000)
+    _COUNTER = (300, 0.2)
 
     def run(self) -> dict[str, Any]:
         lab, nodes = self.lab, self.lab.nodes()[1:]
@@ -83,9 +83,9 @@ class Drain(Show):
         wait_until(lambda: all(self._runs(job) for job in rings), 60, "the MPI jobs")
         self._only(nodes[:1])
         counters = [self.submit("alice", "counter.sh", str(steps), str(pause_s)) for _ in range(2)]
-        words = ("iterate.sh", "300", "8", "0.15")
+        words = ("iterate.sh", "300", "8", "0.2")
         iterates = [self.submit("alice", *words) for _ in range(2)]
-        plain = self.submit("bob", "-o", "/dev/null", "--wrap", "sleep 25")
+        plain = self.submit("bob", "-o", "/dev/null", "--wrap", "sleep 60")
         protected = [*rings, *counters, *iterates]
         wait_until(lambda: all(self._runs(job) for job in [*protected, plain]), 60, "all jobs")
         self._only(nodes)
@@ -95,7 +95,7 @@ class Drain(Show):
         if len(here) != 7:
             raise LabError(reason=f"only jobs {here} are on {node}")
         for job in [*rings, *counters, *iterates]:
-            sign = {"ring": "iteration 50 of", "counter": "step 30", "iterate": "step 20 of"}[self._kind(job)]
+            sign = {"ring": "iteration 0 of", "counter": "step 5\n", "iterate": "step 5 of"}[self._kind(job)]
             self._says(job, sign, 90)
         argv = ["gpucr", "drain", node, "--reason", "demo", "--deadline", f"{self.deadline_s}s", "--json"]
         self.say(f"root on {nodes[1]}: {' '.join(argv)}")
