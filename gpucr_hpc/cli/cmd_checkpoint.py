@@ -29,7 +29,7 @@ def checkpoint(
 
     def progress(record: dict[str, Any]) -> None:
         if sys.stderr.isatty() and not json:
-            print(f"\rjob {record['job']}: {record['phase']} ...", end="", file=sys.stderr)
+            print(f"\r\x1b[Kjob {record['job']}: {record['phase']}{_how_far(record)} ...", end="", file=sys.stderr)
 
     report = ask("checkpoint", job=job, requeue=requeue, stop=stop, full=full, progress=progress)["checkpoint"]
     if json:
@@ -39,3 +39,16 @@ def checkpoint(
         f"job {job}: checkpoint {report['checkpoint']} in {format_duration(report['total_s'])}, "
         f"{format_bytes(report['bytes_plain'])}, {format_bytes(report['bytes_stored'])} stored"
     )
+
+
+def _how_far(record: dict[str, Any]) -> str:
+    """Bytes, rate and time left of a dump under way; empty before and after it."""
+    done = record.get("progress")
+    if not done:
+        return ""
+    text = f", {format_bytes(done['bytes'])} of {format_bytes(done['of_bytes'])}"
+    left_s = done["left_s"]
+    if not left_s:
+        return text
+    rate = int((done["of_bytes"] - done["bytes"]) / left_s)
+    return f"{text}, {format_bytes(rate)}/s, {format_duration(left_s)} left"

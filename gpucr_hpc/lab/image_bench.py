@@ -45,6 +45,9 @@ NETWORK = NetworkConfig(nat=False)
 ENGINE = EngineConfig()
 SITE, SIGNING = SiteKey(b"s" * 32), SigningKey(b"g" * 32)
 PACKS = 4
+#: More Python packages for the programs.
+EXTRA = DISK / "packages"
+ONE_THREAD = [f"{name}=1" for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "OPENMM_CPU_THREADS")]
 
 # Memory of a training process: zero, compressible (words out of a small dictionary, with a count in each page, so that
 # no two pages are the same) and random, in turns of 64 MiB. On SIGUSR1 it changes SHARE of its pages; on SIGUSR2 it
@@ -118,10 +121,10 @@ def sync(directory: Path) -> None:
 
 
 class Tree:
-    """A capsule with one process that holds memory."""
+    """A capsule with a program that holds memory, as `command` starts it; without a command, one process."""
 
-    def __init__(self, kind: str, size_bytes: int) -> None:
-        self.kind, self.size = kind, size_bytes
+    def __init__(self, kind: str, size_bytes: int, command: tuple[str, ...] = ()) -> None:
+        self.kind, self.size, self.command = kind, size_bytes, command
         self.run_dir = RunDir.of("/run/gpucr", JOB)
         self.out = Path(f"/bench/work/{kind}.sum")
         self.geometry = Geometry(("n1",), ("n1",), ("127.0.0.1",))
@@ -150,8 +153,8 @@ class Tree:
             sock.connect(self.run_dir.shepherd_socket)
             frame = wire.make(
                 wire.Type.SPAWN,
-                ("ARG", ["/usr/bin/python3", "/bench/program.py", self.kind, str(self.size), str(self.out)]),
-                ("ENV", ["PATH=/usr/bin:/bin"]),
+                ("ARG", [*self.command, "/usr/bin/python3", "/bench/program.py", *self._arguments()]),
+                ("ENV", ["PATH=/usr/bin:/bin", "HOME=/tmp", f"PYTHONPATH={EXTRA}", *ONE_THREAD]),
                 ("RLIMIT", []),
                 **{"TASK": "batch.0", "RANK": 0, "CWD": "/bench/work", "UMASK": 0o22, "NICE": 0, "AFFINITY": ""},
             )
@@ -160,6 +163,9 @@ class Tree:
             sock.sendall(wire.encode(wire.make(wire.Type.GO, TASK="batch.0")))
             wait_until(self.out.exists, 300, "the process's checksum")
         await shepherd.detach(JOB, "n1", self.run_dir.shepherd_socket)
+
+    def _arguments(self) -> list[str]:
+        return [self.kind, str(self.size), str(self.out)]
 
     @staticmethod
     def _expect(sock: socket.socket, kind: wire.Type) -> None:
@@ -399,6 +405,13 @@ async def measure(kind: str, size_bytes: int, only_ours: bool) -> dict[str, Run]
     return runs
 
 
+def prepare() -> None:
+    """A place for the programs, and CRIU's cache of what the kernel can do."""
+    Path("/bench/work").mkdir(exist_ok=True)
+    os.chown("/bench/work", UID, UID)
+    subprocess.run(["criu", "check", "--no-default-config"], check=True, capture_output=True, env=clean_env())
+
+
 def main() -> None:
     """Prints a JSON object for each tree, one a line."""
     parser = argparse.ArgumentParser()
@@ -407,11 +420,9 @@ def main() -> None:
     parser.add_argument("kinds", nargs="+")
     options = parser.parse_args()
     os.environ["PATH"] = clean_env()["PATH"]
+    prepare()
     Path("/bench/program.py").write_text(PROGRAM)
     Path("/bench/pass").write_text("not a secret\n")
-    Path("/bench/work").mkdir(exist_ok=True)
-    os.chown("/bench/work", UID, UID)
-    subprocess.run(["criu", "check", "--no-default-config"], check=True, capture_output=True, env=clean_env())
     for kind in options.kinds:
         runs = asyncio.run(measure(kind, options.bytes, options.only_ours))
         print(json.dumps({"tree": kind, "runs": {name: vars(run) for name, run in runs.items()}}), flush=True)

@@ -56,7 +56,7 @@ def inside(arguments: list[str], work: Path, built: Path, rootfs: Path) -> Itera
             "ROOTFS": str(rootfs),
             "SOURCE": str(CHECKOUT),
             "BUILT": str(built),
-            "PYTHONPATH": "/src",
+            "PYTHONPATH": "/src:/bench/disk/packages",
             "PYTHONDONTWRITEBYTECODE": "1",
         }
     )
@@ -107,6 +107,54 @@ def show(report: dict[str, Any]) -> None:
         print(f"  {name:40}{'-' if value is None else f'{value:.3f}'}")
 
 
+def measure(work: Path, built: Path, system: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Primitives and, unless only these are wanted, the trees."""
+    (line,) = inside(["-m", "gpucr_hpc.lab.image_primitives"], work, built, system)
+    primitives, trees = json.loads(line), []
+    if not options.json:
+        show_primitives(primitives)
+    if not options.primitives:
+        size = int(options.gib * (1 << 30))
+        free = shutil.disk_usage(work).free
+        if free < 3 * size:
+            raise LabError(reason=f"{format_bytes(free)} free below {work}, {format_bytes(3 * size)} are needed")
+        argv = ["-m", "gpucr_hpc.lab.image_bench", "--bytes", str(size)]
+        argv += (["--only-ours"] if options.only_ours else []) + options.trees.split(",")
+        for line in inside(argv, work, built, system):
+            report = json.loads(line) | {"size_bytes": size}
+            report["ratios"] = ratios(report["runs"])
+            trees.append(report)
+            if not options.json:
+                show(report)
+    return {"primitives": primitives, "trees": trees}
+
+
+def cutting(work: Path, built: Path, system: Path, cache: Path, shown: bool) -> dict[str, Any]:
+    """What a second dump of some programs has in common with the first one. OpenMM takes part when its wheel is in
+    the lab's cache."""
+    packages = work / "disk/packages"
+    packages.mkdir(parents=True)
+    for wheel in cache.glob("wheels/*/openmm-*.whl"):
+        shutil.unpack_archive(wheel, packages, "zip")
+    programs = []
+    for line in inside(["-m", "gpucr_hpc.lab.image_cutting"], work, built, system):
+        report = json.loads(line)
+        programs.append(report)
+        if shown:
+            ways = "".join(f"{way:>16} {new:.3f} ({count})" for way, (new, count) in report["new"].items())
+            print(f"{report['program']:14}{format_bytes(report['bytes']):>10}{ways}", flush=True)
+    return {"programs": programs}
+
+
+def show_primitives(primitives: dict[str, Any]) -> None:
+    """Rates and their ratios to the limit."""
+    print("\nprimitives, GB/s on warm buffers, one thread (all processors)")
+    for name, (one, all_) in primitives["rates"].items():
+        print(f"  {name:40}{one:8.2f}{all_:8.2f}")
+    for name, value in primitives["ratios"].items():
+        print(f"  {name:40}{value:8.3f}")
+
+
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="measure_image", description=__doc__)
@@ -114,6 +162,7 @@ def main() -> int:
     parser.add_argument("--trees", default="mixed,random", help="mixed, random or both (default)")
     parser.add_argument("--only-ours", action="store_true", help="leave CRIU by itself out")
     parser.add_argument("--primitives", action="store_true", help="only LZ4, AES-GCM, ids, memory and their limit")
+    parser.add_argument("--cutting", action="store_true", help="only what a second dump has in common with the first")
     parser.add_argument("--disk", type=Path, help="directory on the disk to write to (default: the lab's)")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")
     options = parser.parse_args()
@@ -124,34 +173,15 @@ def main() -> int:
         assert built is not None
         place = options.disk or lab.cache
         with tempfile.TemporaryDirectory(prefix="gpucr-measure-", dir=place) as name:
-            work = Path(name)
-            lines = inside(["-m", "gpucr_hpc.lab.image_primitives"], work, built, system)
-            primitives = json.loads(next(iter(list(lines))))
-            trees = []
-            if not options.primitives:
-                size = int(options.gib * (1 << 30))
-                free = shutil.disk_usage(work).free
-                if free < 3 * size:
-                    raise LabError(reason=f"{place} has {format_bytes(free)} free, {format_bytes(3 * size)} are needed")
-                argv = ["-m", "gpucr_hpc.lab.image_bench", "--bytes", str(size)]
-                argv += (["--only-ours"] if options.only_ours else []) + options.trees.split(",")
-                for line in inside(argv, work, built, system):
-                    report = json.loads(line) | {"size_bytes": size}
-                    report["ratios"] = ratios(report["runs"])
-                    trees.append(report)
-                    if not options.json:
-                        show(report)
+            if options.cutting:
+                report = cutting(Path(name), built, system, lab.cache, not options.json)
+            else:
+                report = measure(Path(name), built, system, options)
     except GpucrError as error:
         print(f"measure_image: error: {error}", file=sys.stderr)
         return error.exit_code
     if options.json:
-        print(json.dumps({"primitives": primitives, "trees": trees}))
-    else:
-        print("\nprimitives, GB/s on warm buffers, one thread (all processors)")
-        for name, (one, all_) in primitives["rates"].items():
-            print(f"  {name:40}{one:8.2f}{all_:8.2f}")
-        for name, value in primitives["ratios"].items():
-            print(f"  {name:40}{value:8.3f}")
+        print(json.dumps(report))
     return 0
 
 
