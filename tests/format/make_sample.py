@@ -6,6 +6,7 @@ It refuses to replace a sample: a released one is never made again. The keys bes
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def main() -> None:
         for rank in range(2):
             base = None
             if rank in earlier:
-                base = Base(earlier[rank], lambda name, new: staging.link(CHECKPOINT, name, new), staging.remove)  # noqa: B023
+                base = Base(earlier[rank], functools.partial(staging.link, CHECKPOINT), staging.remove)
             writer = ImageWriter(
                 staging.create, checkpoint=checkpoint, node_rank=rank, key=key, node=f"n{rank + 1}", base=base
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import random
 
@@ -38,7 +39,7 @@ class Chain:
         found = None
         if base is not None:
             with self.read(base) as earlier:
-                found = Base(earlier, lambda name, new: staging.link(IDS[base], name, new), staging.remove)
+                found = Base(earlier, functools.partial(staging.link, IDS[base]), staging.remove)
         writer = ImageWriter(staging.create, checkpoint=checkpoint, node_rank=0, key=key, base=found)
         for name, data in content.items():
             with writer.stream(name) as stream:
@@ -161,14 +162,18 @@ def test_damage_in_a_linked_pack_is_found(tmp_path):
 
 
 def test_a_store_without_links_is_said_at_once(chain):
-    """Where links cannot be made Base raises before anything is written, so that the image is written in full."""
+    """Where links cannot be made Base raises before anything is written, and leaves no link behind."""
     chain.write(0, memory(1))
+    made: list[str] = []
 
-    def refuse(_name: str, _new: str) -> None:
-        raise StoreError(path="x", reason="Operation not permitted")
+    def refuse(name: str, new: str) -> None:
+        if name == layout.pack_name(0, 1):
+            raise StoreError(path="x", reason="Operation not permitted")
+        made.append(new)
 
     with chain.read(0) as earlier, pytest.raises(StoreError):
-        Base(earlier, refuse, refuse)
+        Base(earlier, refuse, made.remove)
+    assert [] == made
 
 
 def test_an_old_image_cannot_be_referred_to(chain):
@@ -176,7 +181,7 @@ def test_an_old_image_cannot_be_referred_to(chain):
     entry = chain.write(0, memory(1))
     with chain.read(0) as earlier:
         earlier.entry = dataclasses.replace(entry, format=1)
-        with pytest.raises(UsageError):
+        with pytest.raises(UsageError, match="older format"):
             Base(earlier, lambda *_: None, lambda *_: None)
 
 
