@@ -34,6 +34,7 @@ from gpucr_hpc.store.posix import PosixStore
 from gpucr_hpc.wire import receive_record, send_record
 
 _PROBE_BYTES = 8 << 20
+_SWITCH_S = 0.0005  # who reads a pipe must not wait 5 ms, the interpreter's default, behind a thread that computes
 
 
 class Worker:
@@ -350,6 +351,7 @@ def _plain(fields: dict[str, object]) -> dict[str, str | int | float]:
 
 def main() -> None:
     """Entry of the process; argv[1] is the descriptor of the control socket."""
+    sys.setswitchinterval(_SWITCH_S)
     Worker(socket.socket(fileno=int(sys.argv[1]))).run()
 
 

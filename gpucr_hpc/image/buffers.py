@@ -26,6 +26,8 @@ _vmsplice.restype = ctypes.c_ssize_t
 class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
+_LITTLE_BYTES = 16 << 10
+
 
 class Buffer:
     """`size` bytes from a page's beginning on; view: all of them; address: where they lie, for the buffer's lifetime.
@@ -99,13 +101,18 @@ class _System:
 
     def __init__(self) -> None:
         library = ctypes.CDLL("liblz4.so.1")
+        kinds = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
         self._compress = library.LZ4_compress_fast
-        self._compress.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
+        self._compress.argtypes = kinds
+        # A sample takes less time than giving the interpreter's lock away and getting it back.
+        self._compress_little = ctypes.PyDLL("liblz4.so.1").LZ4_compress_fast
+        self._compress_little.argtypes = kinds
         self._decompress = library.LZ4_decompress_safe
         self._decompress.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)
 
     def compress(self, source: Buffer, at: int, size: int, target: Buffer, limit: int) -> int:
-        return int(self._compress(source.address + at, target.address, size, limit, 1))
+        call = self._compress if size > _LITTLE_BYTES else self._compress_little
+        return int(call(source.address + at, target.address, size, limit, 1))
 
     def decompress(self, source: Buffer, size: int, target: Buffer, plain_bytes: int) -> int:
         return int(self._decompress(source.address, target.address, size, plain_bytes))
