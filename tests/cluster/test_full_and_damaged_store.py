@@ -98,10 +98,12 @@ def leave_and_stay(lab: Lab, job: JobRun) -> None:
 
 
 def harm(job: JobRun, kind: str, which: int = -1) -> str:
-    """Damage a set of the job; the name that must be in the message."""
+    """Damage a set of the job; the name that must be in the message. A pack is one of the set's own: one that it
+    refers to is, by a hard link, the earlier set's as well."""
     pattern, action = DAMAGE[kind]
     directory = job.store() / job.sets()[which]
-    path = directory if pattern == "." else next(p for p in sorted(directory.glob("**/*")) if p.match(pattern))
+    own = (p for p in sorted(directory.glob("**/*")) if p.match(pattern) and p.stat().st_nlink == 1)
+    path = directory if pattern == "." else next(own)
     action(path)
     return directory.name if kind in ("no-set", "no-manifest") else path.name
 
