@@ -343,6 +343,27 @@ class RunOver(CoordinationError):
     exit_code = 76
 
 
+class NcclCutNotReached(CoordinationError):
+    """job {job}: its NCCL operations did not come to a common point within {limit_s:g} s"""
+
+    exit_code = 77
+    retryable = True
+    hint = "a rank that waits elsewhere, or an operation that cannot end; all ranks were let go on"
+
+
+class NcclUnprotected(CoordinationError):
+    """job {job}: its NCCL communicators cannot be made again: {reason}"""
+
+    exit_code = 78
+    hint = "docs/nccl-cut.md says what is supported"
+
+
+class NcclFailed(CoordinationError):
+    """pid {pid}: NCCL: {reason}"""
+
+    exit_code = 79
+
+
 class PeerLost(CoordinationError):
     """job {job}: the agent on {node} is lost: {reason}"""
 

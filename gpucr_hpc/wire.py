@@ -59,6 +59,8 @@ class Type(enum.IntEnum):
     ADOPTED = 43
     HOOK = 50
     HOOKRESULT = 51
+    NCCL = 60
+    NCCLSTATE = 61
 
 
 class ProtocolError(HostError):

@@ -31,7 +31,7 @@ static void put_le(unsigned char *p, uint32_t v, int n)
 static bool known_type(uint32_t t)
 {
 	return (t >= GC_HELLO && t <= GC_PLACED) || (t >= GC_SPAWN && t <= GC_SRUNSIGNAL) || (t >= GC_READY && t <= GC_ADOPTED) ||
-	       t == GC_HOOK || t == GC_HOOKRESULT;
+	       t == GC_HOOK || t == GC_HOOKRESULT || t == GC_NCCL || t == GC_NCCLSTATE;
 }
 
 void rx_init(struct rx *rx, int fd)

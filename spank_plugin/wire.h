@@ -20,6 +20,7 @@ enum wire_type {
 	GC_CONTROL, GC_SRUN, GC_PLAN, GC_OUTPUT, GC_SRUNEND, GC_SRUNSIGNAL,
 	GC_READY = 40, GC_RESTORE, GC_RESULT, GC_ADOPTED,
 	GC_HOOK = 50, GC_HOOKRESULT,
+	GC_NCCL = 60, GC_NCCLSTATE,
 };
 
 /* A received frame. The payload is owned; descriptors that nobody took are closed by frame_clear(). */

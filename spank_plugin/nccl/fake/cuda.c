@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* libcuda.so.1 for tests without a card: one context, streams that work by themselves, one thread each. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "cuda.h"
+
+struct task { void (*work)(void *); void *arg; struct task *next; };
+struct CUstream_st {
+	pthread_t thread;
+	struct task *first, **last;
+	int waiting, ending, capturing;
+	struct CUstream_st *next;
+};
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
+static struct CUstream_st *streams;
+static int context;
+static __thread void *current;
+
+static void *run(void *arg)
+{
+	struct CUstream_st *s = arg;
+
+	pthread_mutex_lock(&lock);
+	for (;;) {
+		struct task *t = s->first;
+
+		if (!t) {
+			if (s->ending)
+				break;
+			pthread_cond_wait(&moved, &lock);
+			continue;
+		}
+		pthread_mutex_unlock(&lock);
+		t->work(t->arg);
+		pthread_mutex_lock(&lock);
+		s->first = t->next;
+		if (!s->first)
+			s->last = &s->first;
+		s->waiting--;
+		free(t);
+		pthread_cond_broadcast(&moved);
+	}
+	pthread_mutex_unlock(&lock);
+	return NULL;
+}
+
+stream_t fake_stream(void)
+{
+	struct CUstream_st *s = calloc(1, sizeof(*s));
+
+	if (!s)
+		abort();
+	s->last = &s->first;
+	pthread_mutex_lock(&lock);
+	s->next = streams;
+	streams = s;
+	pthread_mutex_unlock(&lock);
+	if (pthread_create(&s->thread, NULL, run, s))
+		abort();
+	return s;
+}
+
+void fake_stream_end(stream_t s)
+{
+	pthread_mutex_lock(&lock);
+	s->ending = 1;
+	pthread_cond_broadcast(&moved);
+	pthread_mutex_unlock(&lock);
+	pthread_join(s->thread, NULL);
+	pthread_mutex_lock(&lock);
+	for (struct CUstream_st **p = &streams; *p; p = &(*p)->next)
+		if (*p == s) {
+			*p = s->next;
+			break;
+		}
+	pthread_mutex_unlock(&lock);
+	free(s);
+}
+
+void fake_enqueue(stream_t s, void (*work)(void *), void *arg)
+{
+	struct task *t = calloc(1, sizeof(*t));
+
+	if (!t)
+		abort();
+	t->work = work;
+	t->arg = arg;
+	pthread_mutex_lock(&lock);
+	*s->last = t;
+	s->last = &t->next;
+	s->waiting++;
+	pthread_cond_broadcast(&moved);
+	pthread_mutex_unlock(&lock);
+}
+
+void fake_stream_wait(stream_t s)
+{
+	pthread_mutex_lock(&lock);
+	while (s->waiting)
+		pthread_cond_wait(&moved, &lock);
+	pthread_mutex_unlock(&lock);
+}
+
+void fake_capture(stream_t s, int on)
+{
+	s->capturing = on;
+}
+
+int cuCtxGetCurrent(void **out)
+{
+	*out = current ? current : &context;
+	return 0;
+}
+
+int cuCtxGetDevice(int *device)
+{
+	*device = 0;
+	return 0;
+}
+
+int cuCtxSetCurrent(void *wanted)
+{
+	if (wanted != &context)
+		return 201; /* CUDA_ERROR_INVALID_CONTEXT */
+	current = wanted;
+	return 0;
+}
+
+int cuDevicePrimaryCtxRetain(void **out, int device)
+{
+	*out = &context;
+	return device == 0 ? 0 : 101;
+}
+
+int cuCtxSynchronize(void)
+{
+	struct CUstream_st *s;
+
+	pthread_mutex_lock(&lock);
+	for (;;) {
+		for (s = streams; s && !s->waiting; s = s->next)
+			;
+		if (!s)
+			break;
+		pthread_cond_wait(&moved, &lock);
+	}
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+int cuStreamIsCapturing(struct CUstream_st *s, int *status)
+{
+	*status = s ? s->capturing : 0;
+	return 0;
+}

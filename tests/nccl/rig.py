@@ -1,0 +1,185 @@
+"""Random programs on the fake NCCL, undisturbed and under the interposer with cuts at random moments."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpucr_hpc.engine.nccl.cut import Cut
+from gpucr_hpc.engine.nccl.link import Link
+from gpucr_hpc.errors import GpucrError, NcclCutNotReached
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "spank_plugin" / "nccl"
+BUILD = ROOT / "spank_plugin" / "build" / "nccl"
+SANITIZERS = {"plain": "", "asan": "libasan.so"}
+
+
+@dataclass
+class Outcome:
+    """digests: (seed, thread) -> digest of each rank, in order. seconds: of each cut, torn down and made again."""
+
+    digests: dict[tuple[int, int], list[str]]
+    cuts: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    stderr: str = ""
+
+
+def build() -> None:
+    """The interposer in all its forms, the fakes and the test program."""
+    done = subprocess.run(
+        ["make", "-s", "-C", str(SOURCES), "test-programs"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def environment(folder: Path, kind: str | None) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUCR_", "NCCL_"))}
+    env["LD_LIBRARY_PATH"] = str(BUILD / "fake" / "lib")
+    if kind is not None:
+        env["GPUCR_NCCL_DIR"] = str(folder)
+        preload = [str(BUILD / ("" if kind == "plain" else kind) / "libgpucr_nccl.so")]
+        if SANITIZERS[kind]:
+            found = subprocess.run(
+                ["gcc", f"-print-file-name={SANITIZERS[kind]}"], capture_output=True, text=True, check=True
+            )
+            preload.insert(0, found.stdout.strip())
+        env["LD_PRELOAD"] = " ".join(preload)
+        env["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=1"
+    return env
+
+
+async def run(
+    folder: Path,
+    *,
+    ranks: int,
+    first: int,
+    count: int,
+    steps: int,
+    threads: int,
+    kind: str | None = None,
+    seed: int = 0,
+    limit_s: float = 240.0,
+    cut_limit_s: float = 20.0,
+    pause_s: float = 0.02,
+) -> Outcome:
+    """Run `count` programs on `ranks` processes. kind: None without the interposer, or which build of it; with it cuts are
+    made until the programs have ended."""
+    folder.mkdir(parents=True)
+    children = []
+    files = []
+    for rank in range(ranks):
+        out, err = (folder / f"out.{rank}").open("wb"), (folder / f"err.{rank}").open("wb")
+        files += [out, err]
+        arguments = [str(folder), str(rank), str(ranks), str(first), str(count), str(steps), str(threads)]
+        children.append(
+            await asyncio.create_subprocess_exec(
+                str(BUILD / "fake" / "program"), *arguments, stdout=out, stderr=err, env=environment(folder, kind)
+            )
+        )
+    outcome = Outcome({})
+    ends = asyncio.gather(*(child.wait() for child in children))
+    pids = [child.pid for child in children]
+    cutting = asyncio.ensure_future(
+        _cuts(folder, pids, outcome, seed, cut_limit_s, pause_s, ends) if kind is not None else asyncio.sleep(0)
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            await asyncio.wait({ends, cutting}, return_when=asyncio.FIRST_EXCEPTION)
+            statuses = await ends
+        await cutting
+    finally:
+        cutting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, GpucrError):
+            await cutting
+        for child in children:
+            if child.returncode is None:
+                child.kill()
+                await child.wait()
+        for file in files:
+            file.close()
+        outcome.stderr = "".join((folder / f"err.{rank}").read_text()[-2000:] for rank in range(ranks))
+        if outcome.stderr:
+            print(outcome.stderr, file=sys.stderr)
+    assert statuses == [0] * ranks, (statuses, outcome.stderr, outcome.errors)
+    for rank in range(ranks):
+        for line in (folder / f"out.{rank}").read_text().splitlines():
+            program, thread, digest = line.split()
+            outcome.digests.setdefault((int(program), int(thread)), []).append(digest)
+    return outcome
+
+
+async def _cuts(
+    folder: Path,
+    pids: list[int],
+    outcome: Outcome,
+    seed: int,
+    limit_s: float,
+    pause_s: float,
+    ends: asyncio.Future[list[int]],
+) -> None:
+    chance = random.Random(seed)
+    sockets = [folder / f"gpucr-nccl.{pid}" for pid in pids]
+    while not all(path.exists() for path in sockets):
+        if ends.done():
+            return
+        await asyncio.sleep(0.002)
+    while not ends.done():
+        await asyncio.sleep(chance.uniform(0, pause_s))
+        await one_cut(sockets, pids, outcome, limit_s, chance, ends)
+
+
+async def one_cut(
+    sockets: list[Path],
+    pids: list[int],
+    outcome: Outcome,
+    limit_s: float,
+    chance: random.Random,
+    ends: asyncio.Future[list[int]],
+) -> None:
+    loop = asyncio.get_running_loop()
+    links: list[Link] = []
+    start = loop.time()
+    try:
+        for path, pid in zip(sockets, pids, strict=True):
+            links.append(await Link.connect(path, pid, os.getuid()))
+        cut = Cut("1", links)
+        await cut.take(limit_s)
+        if chance.random() < 0.15:
+            await cut.release()
+            outcome.cuts["released"] += 1
+            return
+        if chance.random() < 0.1:
+            outcome.cuts["left"] += 1  # as if the agent had died: the processes go on by themselves
+            return
+        await cut.tear_down(limit_s)
+        for pid in pids:
+            assert "fake-nccl-peer" not in Path(f"/proc/{pid}/maps").read_text(), "peer memory after the end"
+        if chance.random() < 0.3:  # as over a dump: another agent comes
+            for link in links:
+                link.close()
+            links[:] = [await Link.connect(path, pid, os.getuid()) for path, pid in zip(sockets, pids, strict=True)]
+            cut.links = links
+        await cut.rebuild(limit_s)
+        outcome.cuts["whole"] += 1
+        outcome.seconds.append(loop.time() - start)
+    except NcclCutNotReached:
+        outcome.cuts["not reached"] += 1
+    except GpucrError as error:
+        try:  # a process that has ended meanwhile is no failure
+            await asyncio.wait_for(asyncio.shield(ends), 2.0)
+            outcome.cuts["at the end"] += 1
+        except TimeoutError:
+            outcome.errors.append(str(error))
+            raise
+    finally:
+        for link in links:
+            link.close()

@@ -1,0 +1,201 @@
+"""The interposer alone: its table of functions, how programs find it, what it refuses, what a call costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from gpucr_hpc.engine.nccl.cut import Cut
+from gpucr_hpc.engine.nccl.link import Link
+from gpucr_hpc.errors import NcclCutNotReached, NcclUnprotected
+from tests.nccl import rig
+
+LIBRARY = rig.BUILD / "libgpucr_nccl.so"
+FAKE = rig.BUILD / "fake" / "lib"
+
+
+def test_the_table_is_what_the_list_gives() -> None:
+    subprocess.run([sys.executable, str(rig.SOURCES / "api.py"), "--check"], check=True)
+
+
+def test_every_function_with_a_communicator_is_ours() -> None:
+    """By both of its names; nothing else of ours is visible but dlsym."""
+    text = (rig.SOURCES / "api.txt").read_text()
+    names = set(re.findall(r"(nccl\w+)\([^)]*ncclComm_t", text))
+    listed = subprocess.run(
+        ["nm", "-D", "--defined-only", str(LIBRARY)], capture_output=True, text=True, check=True
+    ).stdout
+    exported = {line.split()[-1] for line in listed.splitlines()}
+    assert len(names) > 30
+    assert names | {f"p{name}" for name in names} <= exported
+    assert all(name.startswith(("nccl", "pnccl")) or name == "dlsym" for name in exported)
+
+
+def program(folder: Path, code: str, *, library: Path = FAKE / "libnccl.so.2") -> subprocess.Popen[str]:
+    """A Python program that loads NCCL by itself, as CuPy and JAX do; one rank."""
+    start = f"""
+        import ctypes, os, sys
+        ctypes.CDLL("{FAKE}/libcuda.so.1", ctypes.RTLD_GLOBAL)
+        cuda = ctypes.CDLL("{FAKE}/libcuda.so.1")
+        nccl = ctypes.CDLL("{library}")
+        cuda.fake_stream.restype = ctypes.c_void_p
+        class Id(ctypes.Structure): _fields_ = [("b", ctypes.c_char * 128)]
+        unique, comm = Id(), ctypes.c_void_p()
+        assert nccl.ncclGetUniqueId(ctypes.byref(unique)) == 0
+        assert nccl.ncclCommInitRank(ctypes.byref(comm), 1, unique, 0) == 0
+        stream = ctypes.c_void_p(cuda.fake_stream())
+        a, b = (ctypes.c_int64 * 4)(1, 2, 3, 4), (ctypes.c_int64 * 4)()
+        def reduce(): return nccl.ncclAllReduce(a, b, ctypes.c_size_t(4), 4, 0, comm, stream)
+        assert reduce() == 0
+        magic = ctypes.c_uint64.from_address(comm.value).value
+    """
+    source = textwrap.dedent(start) + textwrap.dedent(code)
+    env = rig.environment(folder, "plain")
+    return subprocess.Popen(
+        [sys.executable, "-c", source],
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+async def link(folder: Path, pid: int) -> Link:
+    return await Link.connect(folder / f"gpucr-nccl.{pid}", pid, os.getuid())
+
+
+def ready(child: subprocess.Popen[str]) -> None:
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line == "ready\n", (line, child.stderr and child.stderr.read())
+
+
+OURS = 0x6770756372636F6D
+
+
+def test_a_library_that_the_program_loads_is_caught(tmp_path: Path) -> None:
+    """dlopen and dlsym, RTLD_LOCAL: the program has our handle and can be cut."""
+    child = program(
+        tmp_path, f"assert magic == {OURS}\nprint('ready', flush=True)\nsys.stdin.readline()\nassert reduce() == 0"
+    )
+    ready(child)
+
+    async def once() -> None:
+        cut = Cut("1", [await link(tmp_path, child.pid)])
+        await cut.take(5)
+        await cut.tear_down(5)
+        assert "fake-nccl-peer" not in Path(f"/proc/{child.pid}/maps").read_text()
+        await cut.rebuild(5)
+        cut.links[0].close()
+
+    asyncio.run(once())
+    assert child.communicate("\n", 20) == ("", "")
+    assert child.returncode == 0
+
+
+def test_dlsym_answers_its_caller(tmp_path: Path) -> None:
+    """RTLD_NEXT means what comes after the library that asks, not after ours."""
+    source = tmp_path / "next.c"
+    source.write_text(
+        "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdlib.h>\n"
+        "int marker(void) { return 7; }\nvoid *next_of(const char *n) { return dlsym(RTLD_NEXT, n); }\n"
+    )
+    library = tmp_path / "libnext.so"
+    subprocess.run(["gcc", "-O2", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    code = (
+        f"import ctypes; l = ctypes.CDLL('{library}', ctypes.RTLD_GLOBAL); l.next_of.restype = ctypes.c_void_p;"
+        "assert l.next_of(b'marker') is None; assert l.next_of(b'no_such_symbol') is None;"
+        "assert l.marker() == 7"
+    )
+    subprocess.run([sys.executable, "-c", code], env=rig.environment(tmp_path, "plain"), check=True)
+
+
+def test_an_unknown_nccl_passes_through_and_says_so_once(tmp_path: Path) -> None:
+    """A version with a function that we do not know gets its own handles; the process is not protected."""
+    extra = tmp_path / "extra.c"
+    extra.write_text(
+        f'#include "{rig.SOURCES}/fake/nccl.c"\nAPI int ncclCommTeleport(ncclComm_t c) {{ return c ? 0 : 1; }}\n'
+    )
+    library = tmp_path / "libnccl.so.2"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-pthread", str(extra), str(FAKE / "libcuda.so.1"), "-o", str(library)], check=True
+    )
+    child = program(
+        tmp_path,
+        f"assert magic != {OURS}\nassert reduce() == 0\nassert nccl.ncclCommTeleport(comm) == 0",
+        library=library,
+    )
+    _, said = child.communicate(timeout=20)
+    assert child.returncode == 0
+    assert said.count("is not protected") == 1
+    assert "ncclCommTeleport" in said
+
+
+def test_a_captured_operation_is_refused_by_name(tmp_path: Path) -> None:
+    child = program(
+        tmp_path, "cuda.fake_capture(stream, 1)\nreduce()\nreduce()\nprint('ready', flush=True)\nsys.stdin.readline()"
+    )
+    ready(child)
+
+    async def once() -> None:
+        cut = Cut("1", [await link(tmp_path, child.pid)])
+        with pytest.raises(NcclUnprotected, match="CUDA graph"):
+            await cut.take(5)
+        cut.links[0].close()
+
+    asyncio.run(once())
+    _, said = child.communicate("\n", 20)
+    assert said.count("is not protected") == 1
+
+
+def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:
+    """Time limit: the gate opens, the program goes on, and a later cut succeeds."""
+    code = """
+        wait = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: sys.stdin.readline())
+        cuda.fake_enqueue(stream, wait, None)
+        print('ready', flush=True)
+        assert reduce() == 0
+        cuda.fake_stream_wait(stream)
+        print('ready', flush=True)
+        sys.stdin.readline()
+        assert reduce() == 0
+    """
+    child = program(tmp_path, code)
+    ready(child)
+
+    async def fails() -> None:
+        one = await link(tmp_path, child.pid)
+        with pytest.raises(NcclCutNotReached):
+            await Cut("1", [one]).take(0.3)
+        one.close()
+
+    async def succeeds() -> None:
+        cut = Cut("1", [await link(tmp_path, child.pid)])
+        await cut.take(5)
+        await cut.tear_down(5)
+        await cut.rebuild(5)
+        cut.links[0].close()
+
+    asyncio.run(fails())
+    assert child.stdin is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    ready(child)
+    asyncio.run(succeeds())
+    child.communicate("\n", 20)
+    assert child.returncode == 0
+
+
+def test_a_child_of_fork_is_left_alone(tmp_path: Path) -> None:
+    code = "pid = os.fork()\nif pid == 0: os._exit(0)\nassert os.waitpid(pid, 0)[1] == 0\nassert reduce() == 0"
+    child = program(tmp_path, code)
+    assert child.communicate(timeout=20) == ("", "")
+    assert child.returncode == 0

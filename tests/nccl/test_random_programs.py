@@ -1,0 +1,48 @@
+"""Random programs under the interposer, cut at random moments, give the values of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.nccl import rig
+
+# GPUCR_TEST_NCCL_PROGRAMS: how many times as many programs; 40 makes thousands.
+FACTOR = int(os.environ.get("GPUCR_TEST_NCCL_PROGRAMS", "1"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "threads", "count"),
+    [
+        ("plain", 2, 1, 25),
+        ("plain", 3, 1, 25),
+        ("plain", 4, 1, 20),
+        ("plain", 2, 2, 20),
+        ("asan", 3, 1, 8),
+    ],
+)
+def test_cuts_change_no_value(kind: str, ranks: int, threads: int, count: int, tmp_path: Path) -> None:
+    """Operations, groups, sends, splits, several communicators and threads: every cut is reached, torn down, made again."""
+
+    async def both() -> tuple[rig.Outcome, rig.Outcome]:
+        fields = {
+            "ranks": ranks,
+            "threads": threads,
+            "count": count * FACTOR,
+            "steps": 60,
+            "first": 1000 * ranks + threads,
+        }
+        undisturbed = await rig.run(tmp_path / "undisturbed", **fields, limit_s=60.0 * FACTOR)
+        cut = await rig.run(tmp_path / "cut", **fields, kind=kind, seed=ranks, limit_s=120.0 * FACTOR)
+        return undisturbed, cut
+
+    undisturbed, cut = asyncio.run(both())
+    print(dict(cut.cuts), "slowest", max(cut.seconds, default=0.0))
+    assert len(undisturbed.digests) == count * FACTOR * threads
+    assert undisturbed.digests == cut.digests
+    assert cut.errors == []
+    assert cut.cuts["not reached"] == 0
+    assert cut.cuts["whole"] >= 3
