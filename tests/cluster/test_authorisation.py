@@ -19,8 +19,8 @@ def tried(job: JobRun, user: str, node: str) -> list[int]:
     return [job.gpucr(verb[0], str(job.id), "--json", user=user, node=node, check=False).status for verb in VERBS]
 
 
-def operators(lab: Lab, names: str) -> None:
-    for node in lab.nodes()[1:]:
+def operators(lab: Lab, nodes: tuple[str, ...], names: str) -> None:
+    for node in nodes:
         path = lab.root(node) / "etc/gpucr/gpucr.toml"
         lines = path.read_text().splitlines()
         path.write_text("\n".join(f"operators = [{names}]" if x.startswith("operators") else x for x in lines) + "\n")
@@ -38,11 +38,11 @@ def test_orders(lab: Lab) -> None:
         assert (job.sets() == before) == (code == REFUSED)
     everywhere = json.loads(job.gpucr("status", "--all", "--json", user="bob", node=there).stdout)
     assert [] == [found for node in everywhere["nodes"] for found in node["jobs"]]
-    operators(lab, '"bob"')
+    operators(lab, (here, there), '"bob"')
     try:
         assert [DONE] * 4 == tried(job, "bob", here) + tried(job, "bob", there)
     finally:
-        operators(lab, "")
+        operators(lab, (here, there), "")
     job.whole()
 
 
