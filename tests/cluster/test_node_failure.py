@@ -14,7 +14,7 @@ from gpucr_hpc.lab.wait import wait_until
 def lose(lab: Lab, job: JobRun, node: str, restarts: int = 1) -> None:
     """Switch a node of the job off; returns when the job is restored. Earlier words of gpucr are in the tail then."""
     lab.kill(node)
-    job.running(restarts, timeout_s=100).says("gpucr: restored on", timeout_s=30)
+    job.running(restarts, timeout_s=200).says("gpucr: restored on", timeout_s=30)
     assert node not in lab.hostnames(job.info["nodes"])
 
 
