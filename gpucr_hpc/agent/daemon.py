@@ -221,6 +221,16 @@ async def serve(config: Config) -> None:
     for server in servers:
         server.close()
     log.info("agent stops", jobs=len(agent.jobs))
+    await end_tasks()
+
+
+async def end_tasks() -> None:
+    """Cancel everything else that runs, also what is begun because something else was cancelled: a connection that
+    ends lets a job look for its supervisor."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others:
+            task.cancel()
+        await asyncio.wait(others)
 
 
 def main() -> None:
