@@ -205,7 +205,15 @@ def send_record(sock: socket.socket, data: bytes, fds: Iterable[int] = ()) -> No
 
 
 def receive_record(sock: socket.socket, max_bytes: int = 64 << 20) -> tuple[bytes, list[int]] | None:
-    """The next record and its descriptors, or None at the end of the stream (blocking sockets)."""
+    """The next record and its descriptors, or None at the end of the stream (blocking sockets). A peer that died
+    before it had read everything has ended it, too."""
+    try:
+        return _receive_record(sock, max_bytes)
+    except ConnectionResetError:
+        return None
+
+
+def _receive_record(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]] | None:
     head, fds = b"", []
     while len(head) < 4:
         part, got, _flags, _address = socket.recv_fds(sock, 4 - len(head), 8)

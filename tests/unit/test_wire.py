@@ -124,3 +124,15 @@ def test_oversized_record_is_refused():
         wire.send_record(one, b"12345")
         with pytest.raises(ProtocolError, match="record of 5 bytes"):
             wire.receive_record(two, max_bytes=4)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\x05\0", b"\x05\0\0\0abc"], ids=["nothing", "half a head", "half a body"])
+@pytest.mark.parametrize("unread", [b"", b"an answer"], ids=["all read", "unread"])
+def test_record_of_a_peer_that_died(sent, unread):
+    """A process that is killed with something unread resets its connections; that is an end like any other."""
+    one, two = socket.socketpair()
+    with two:
+        two.sendall(unread)
+        one.sendall(sent)
+        one.close()
+        assert wire.receive_record(two) is None
