@@ -21,6 +21,7 @@ from gpucr_hpc.lab.nodes import USERS
 from gpucr_hpc.lab.wait import wait_until
 
 ON = "--checkpoint-on-preempt"
+LONG = os.environ.get("GPUCR_TEST_LONG") == "1"  # every case of the long tests, not a choice
 FAULTS = "run/lab/faults"
 # What gpucr and Slurm say in a job's output besides what the job itself writes.
 _FOREIGN = re.compile(r"gpucr: [^\n]*\n|(slurmstepd: |\[[^]\n]*\] )error: \*\*\*[^\n]*\n")

@@ -3,17 +3,16 @@
 The job is a batch script with a step whose two ranks exchange checked blocks. It has one set from before the fault.
 Whatever is killed, in the end every turn of every rank is there once and in order, and nothing is left on any node.
 
-Here a choice of points for each victim is run; with GPUCR_TEST_FAULTS=all every victim meets every point.
+Here a choice of victims and points is run; with GPUCR_TEST_LONG=1 every victim meets every point.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 from faultcases import BACK, FAILED, HELD, ON, STEP_KILLED, Case, cases, kill
-from jobs import agent_back, bench, disarm, each
+from jobs import LONG, agent_back, bench, disarm, each
 
 from gpucr_hpc.faults import Point
 from gpucr_hpc.lab.cluster import Lab
@@ -28,15 +27,9 @@ _TOGETHER = 3  # jobs of one test
 # What continuous integration runs of the whole.
 CHOICE = {
     "agent-lead": [Point.COMMITTED, Point.STEPS_STARTED, Point.UNLOCKED],
-    "agent-other": [Point.FROZEN, Point.ENDED, Point.RESTORED],
-    "supervisor-lead": [Point.FROZEN, Point.REQUEUED, Point.RESTORED],
     "supervisor-other": [Point.LOCKED, Point.COMMITTED, Point.ALL_RESTORED],
-    "init-lead": [Point.FROZEN, Point.COMMITTED, Point.BUILT],
     "init-other": [Point.LOCKED, Point.REQUEUED, Point.RESTORED],
-    "slurmd-lead": [Point.FROZEN, Point.BUILT],
-    "slurmd-other": [],
     "node-lead": [Point.FROZEN, Point.REQUEUED],
-    "node-other": [Point.COMMITTED, Point.RESTORED],
 }
 
 
@@ -71,9 +64,8 @@ def expected(victim: str, point: Point) -> set[str]:
 
 def batches() -> Iterator[tuple[str, list[Point]]]:
     """Victim and points of one test."""
-    everything = os.environ.get("GPUCR_TEST_FAULTS") == "all"
     for victim in VICTIMS:
-        points = [p for p in (POINTS if everything else CHOICE[victim]) if possible(victim, p)]
+        points = [p for p in (POINTS if LONG else CHOICE.get(victim, [])) if possible(victim, p)]
         size = 2 if victim.startswith("node") else _TOGETHER
         for begin in range(0, len(points), size):
             yield victim, points[begin : begin + size]

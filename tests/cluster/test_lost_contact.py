@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
 
 import pytest
 from faultcases import cases
-from jobs import arm, bench, disarm, each, stopped_at
+from jobs import LONG, arm, bench, disarm, each, stopped_at
 from programs import count
 
 from gpucr_hpc.faults import Point
@@ -51,7 +50,7 @@ def hung(lab: Lab, nodes: tuple[str, ...]) -> Iterator[None]:
 
 
 TROUBLES = [(wall, Point.FROZEN), (hung, Point.RESTORED)]
-if os.environ.get("GPUCR_TEST_FAULTS") == "all":
+if LONG:
     TROUBLES += [(hung, Point.FROZEN), (wall, Point.RESTORED)]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jobs import JobRun, agent_pid, bench, kill_agent
+from jobs import LONG, JobRun, agent_pid, bench, kill_agent
 from programs import count
 
 from gpucr_hpc.lab import host
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.wait import wait_until
 
-ROUNDS = 50
+ROUNDS = 50 if LONG else 20
 _WRITTEN = re.compile(r"gpucr: checkpoint (\S+) written in .*; the job stood still for (\d+\.\d+) s\n")
 
 
@@ -55,7 +55,7 @@ def _entries(path: str) -> int:
         return 0
 
 
-def test_fifty_checkpoints_leave_nothing(lab: Lab) -> None:
+def test_many_checkpoints_leave_nothing(lab: Lab) -> None:
     """Neither agent nor capsule grows, the last two sets are kept, and the job loses no line."""
     job = bench(lab, "clock-many").submit(count("job", pause=1), "--checkpoint-interval=1s", name="job")
     job.says("line 1\n")
