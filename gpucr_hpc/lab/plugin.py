@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,7 @@ exec chroot "$root" make -C /src "$@"
 _INSTALL = ["SLURM_INCLUDE=/usr/include", "DESTDIR=/out", "plugindir=/usr/lib/gpucr", "all", "install"]
 _SKIPPED = ("build", "__pycache__")
 _LIMIT_S = 600
+_KEPT_S = 86400
 
 
 def sources_digest(source: Path, rootfs: Path) -> str:
@@ -65,6 +67,7 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
         return None
     result = cache / "plugin" / sources_digest(source, rootfs)
     if result.is_dir():
+        os.utime(result)
         return result
     work = cache / "plugin" / f"building.{os.getpid()}"
     try:
@@ -72,15 +75,24 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
         installed = work / "out/usr/lib/gpucr"
         if not installed.is_dir():
             raise LabError(reason="spank_plugin: `make install` put nothing into /usr/lib/gpucr")
-        for old in result.parent.iterdir():
-            if old != work:
-                shutil.rmtree(old, ignore_errors=True)
-        installed.rename(result)
+        try:
+            installed.rename(result)
+        except OSError:
+            if not result.is_dir():  # else another lab was quicker with the same
+                raise
+        _forget_old(result.parent)
     except ToolFailed as error:
         raise LabError(reason=f"spank_plugin could not be built (--no-plugin goes without):\n{error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return result
+
+
+def _forget_old(builds: Path) -> None:
+    """Builds that nobody has made or wanted for a day; younger ones may be another checkout's, or half done."""
+    for path in builds.iterdir():
+        if path.stat().st_mtime < time.time() - _KEPT_S:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def install(built: Path | None, target: Path) -> bool:
