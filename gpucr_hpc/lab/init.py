@@ -161,6 +161,8 @@ def main() -> None:
     role, address, gateway = sys.argv[1:4]
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):  # `nohup scripts/lab up` is not the node's affair
+        signal.signal(number, signal.SIG_DFL)
     _prepare(address, gateway)
     daemons = daemons_of(role)
     while True:

@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 from faultcases import cases
-from jobs import LONG, arm, bench, disarm, each, stopped_at
+from jobs import LONG, agent_back, arm, bench, disarm, each, stopped_at
 from programs import count
 
 from gpucr_hpc.faults import Point
@@ -112,6 +112,7 @@ def test_an_agent_that_never_comes_back_after_a_requeue(lab: Lab) -> None:
         assert job.node != node
     finally:
         path.write_text(before)
+        agent_back(lab, node)
     job.whole()
 
 

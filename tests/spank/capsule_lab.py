@@ -241,13 +241,14 @@ class Lab:
         return frame
 
     def processes(self) -> dict[str, int]:
-        """comm -> host pid of every process of the capsule."""
-        found = {}
+        """comm -> host pid of every process of the capsule; of several of one name the first, not one that it has
+        forked and that has not yet become another."""
+        found: dict[str, int] = {}
         ours = os.readlink(f"/proc/{self.init_pid}/ns/pid")
-        for entry in Path("/proc").iterdir():
+        for entry in sorted((e for e in Path("/proc").iterdir() if e.name.isdigit()), key=lambda e: int(e.name)):
             try:
-                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == ours:
-                    found[(entry / "comm").read_text().strip()] = int(entry.name)
+                if os.readlink(entry / "ns/pid") == ours:
+                    found.setdefault((entry / "comm").read_text().strip(), int(entry.name))
             except OSError:
                 continue
         return found
