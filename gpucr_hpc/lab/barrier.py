@@ -125,22 +125,15 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--simulate", type=int, nargs="*", default=_SIZES, metavar="NODES", help="sizes, or none")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
-    lab = Lab()
-    was_up = lab.running() is not None
     try:
-        if not was_up:
-            lab.up(_NODES)
-        lab.need_own_checkout()
-        curve = simulated(lab, options.simulate)
-        _print_curve(curve)
-        rounds = real(lab, max(1, options.rounds), options.megabytes)
-        _print_real(rounds)
+        with Lab().at_hand(_NODES) as lab:
+            curve = simulated(lab, options.simulate)
+            _print_curve(curve)
+            rounds = real(lab, max(1, options.rounds), options.megabytes)
+            _print_real(rounds)
     except GpucrError as error:
         print(f"measure_barrier: error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        if not was_up:
-            lab.down()
     ratio = round(statistics.median(one["ratio"] for one in rounds), 4)
     print(f"a checkpoint of {_NODES} nodes takes {ratio:.3f} times the slowest node's own work (median)")
     if options.json:

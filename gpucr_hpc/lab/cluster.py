@@ -110,6 +110,20 @@ class Lab(Nodes):
             with self._step("agents ready"):
                 self.wait_agents(names)
 
+    @contextmanager
+    def at_hand(self, nodes: int) -> Iterator[Lab]:
+        """The lab that is up, if it is this checkout's (LabError else), or one of so many nodes that is started now and
+        taken down at the end."""
+        was_up = self.running() is not None
+        try:
+            if not was_up:
+                self.up(nodes)
+            self.need_own_checkout()
+            yield self
+        finally:
+            if not was_up:
+                self.down()
+
     def down(self) -> None:
         """End the lab and remove everything but the cache; also what a start that was cut off left."""
         self._need_root()

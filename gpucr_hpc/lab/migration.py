@@ -124,19 +124,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", type=int, default=2, help="nodes of the job; the lab has twice as many")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
-    lab = Lab()
-    was_up = lab.running() is not None
     try:
-        if not was_up:
-            lab.up(2 * options.nodes)
-        lab.need_own_checkout()
-        done, failures = soak(lab, options.nodes, options.rounds)
+        with Lab().at_hand(2 * options.nodes) as lab:
+            done, failures = soak(lab, options.nodes, options.rounds)
     except GpucrError as error:
         print(f"measure_migration: error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        if not was_up:
-            lab.down()
     print(f"{len(done)} of {options.rounds} rounds went well, failures: {len(failures)}")
     for failure in failures:
         print(f"  {failure}")

@@ -86,19 +86,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--segment-bytes", type=int, default=_SEGMENT_BYTES, help=f"of TCP ({_SEGMENT_BYTES})")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
-    lab = Lab()
-    was_up = lab.running() is not None
     try:
-        if not was_up:
-            lab.up(2)
-        lab.need_own_checkout()
-        report = measure(lab, max(4, options.rounds), options.segment_bytes)
+        with Lab().at_hand(2) as lab:
+            report = measure(lab, max(4, options.rounds), options.segment_bytes)
     except GpucrError as error:
         print(f"measure_network: error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        if not was_up:
-            lab.down()
     outside, inside = (report[f"{where}_bytes_per_s"] / 1e9 for where in ("outside", "inside"))
     low, high = report["ratio_quartiles"]
     print(f"throughput: {outside:.2f} GB/s outside, {inside:.2f} GB/s inside a capsule")

@@ -81,19 +81,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="measure_overhead", description="Cost of the capsule, as a ratio (root).")
     parser.add_argument("--rounds", type=int, default=500, help="pairs of rounds, about 0.08 s each (500)")
     options = parser.parse_args(args)
-    lab = Lab(say=lambda line: print(line, flush=True))
-    was_up = lab.running() is not None
     try:
-        if not was_up:
-            lab.up(2)
-        lab.need_own_checkout()
-        report = measure(lab, max(10, options.rounds))
+        with Lab(say=lambda line: print(line, flush=True)).at_hand(2) as lab:
+            report = measure(lab, max(10, options.rounds))
     except GpucrError as error:
         print(f"measure_overhead: error: {error}", file=sys.stderr)
         return error.exit_code
-    finally:
-        if not was_up:
-            lab.down()
     print(json.dumps(report))
     return 0
 
