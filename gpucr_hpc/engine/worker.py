@@ -82,7 +82,6 @@ class Worker:
             os.setgroups([gid])
             os.setresgid(gid, gid, gid)
             os.setresuid(uid, uid, uid)
-        os.umask(0o077)
         self._store = PosixStore(root)
 
     def do_capture(
@@ -352,6 +351,7 @@ def _plain(fields: dict[str, object]) -> dict[str, str | int | float]:
 def main() -> None:
     """Entry of the process; argv[1] is the descriptor of the control socket."""
     sys.setswitchinterval(_SWITCH_S)
+    os.umask(0o077)
     Worker(socket.socket(fileno=int(sys.argv[1]))).run()
 
 
