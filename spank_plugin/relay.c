@@ -49,7 +49,6 @@ void relay_attach(struct task *t, int fds[3])
 	for (int i = C_OUT; i <= C_ERR; i++) {
 		struct chan *c = &t->chan[i];
 
-		c->discard = false;
 		if (c->used && !c->net)
 			c->dst = fds[i];
 		else
@@ -78,7 +77,7 @@ void relay_close(struct task *t)
 
 static bool wants_read(const struct chan *c)
 {
-	return c->used && !c->len && c->src >= 0 && !c->src_eof && (!c->last || c->left) && (c->dst >= 0 || c->discard);
+	return c->used && !c->len && c->src >= 0 && !c->src_eof && (!c->last || c->left) && c->dst >= 0;
 }
 
 struct pollfd relay_poll(const struct chan *c)
@@ -126,8 +125,6 @@ static void take(struct chan *c, bool input)
 	if (c->last)
 		c->left -= (size_t)n;
 	c->read += (uint64_t)n;
-	if (c->discard)
-		return;
 	c->off = 0;
 	c->len = (uint32_t)n;
 }

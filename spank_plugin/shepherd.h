@@ -24,7 +24,6 @@ struct chan {
 	bool used;      /* this direction exists */
 	bool net;       /* its outward side is the task's connection to the proxy */
 	bool src_eof;   /* nothing more will come from inside, or (input) from outside, ever */
-	bool discard;   /* outward writes failed for good: read and drop */
 	bool last;      /* the task has ended: only `left` bytes more are read */
 	size_t left;
 	uint64_t read;  /* bytes taken from src since the start */
