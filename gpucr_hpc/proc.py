@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -95,9 +96,7 @@ async def run_async(
     except TimeoutError:
         out, err, status, extra = b"", b"", -signal.SIGKILL, f"killed after {timeout_s} s"
     finally:
-        if child.returncode is None:
-            child.kill()
-            await child.wait()
+        await end(child)
     assert status is not None
     return Result(
         tuple(argv),
@@ -106,6 +105,17 @@ async def run_async(
         err.decode(errors="replace") + extra,
         time.monotonic() - start,
     )
+
+
+async def end(child: asyncio.subprocess.Process, patience_s: float = 0.0) -> None:
+    """Wait patience_s for a program to end by itself, then kill it, and wait for its end."""
+    if child.returncode is None:
+        try:
+            await asyncio.wait_for(child.wait(), patience_s)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
+                child.kill()
+    await child.wait()
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -7,7 +7,7 @@ import asyncio
 import enum
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from gpucr_hpc.errors import HostError
@@ -16,6 +16,8 @@ MAGIC = b"GC"
 VERSION = 1
 HEADER = struct.Struct("<2sHII")
 MAX_PAYLOAD_BYTES = 16 << 20
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 PeerCredentials = struct.Struct("3i")
 
@@ -183,6 +185,21 @@ class Channel:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def ends_quietly(handler: Handler) -> Handler:
+    """A server's handler for asyncio, whose cancellation at the program's end is an end like any other.
+
+    asyncio of Python 3.11 asks a cancelled handler for its exception, and prints the traceback of that.
+    """
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await handler(reader, writer)
+        except asyncio.CancelledError:
+            writer.close()
+
+    return handle
 
 
 async def connect(path: str) -> Channel:

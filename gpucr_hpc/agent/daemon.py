@@ -117,19 +117,19 @@ class Agent:
                 del self.jobs[key]
 
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-async def _listen(path: Path, handler: Handler) -> asyncio.Server:
+async def listen(path: Path, handler: wire.Handler) -> asyncio.Server:
     """A Unix socket that everybody may connect to; who it is, the kernel says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    server = await asyncio.start_unix_server(handler, str(path), backlog=512, limit=wire.MAX_PAYLOAD_BYTES)
+    quiet, limit = wire.ends_quietly(handler), wire.MAX_PAYLOAD_BYTES
+    server = await asyncio.start_unix_server(quiet, str(path), backlog=512, limit=limit)
     path.chmod(0o666)
     return server
 
 
-def _guarded(serve: Callable[[wire.Channel], Awaitable[None]]) -> Handler:
+def guarded(serve: Callable[[wire.Channel], Awaitable[None]]) -> wire.Handler:
+    """What happens to one connection is written down and harms no other."""
+
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await serve(wire.Channel(reader, writer))
@@ -194,8 +194,8 @@ async def serve(config: Config) -> None:
     orders = Orders(context, agent.jobs, operators(config))
     control = Control(context, agent.jobs, operators(config), orders)
     servers = [
-        await _listen(run_dir / "agent.sock", _guarded(agent.supervisor)),
-        await _listen(run_dir / "control.sock", control.handle),
+        await listen(run_dir / "agent.sock", guarded(agent.supervisor)),
+        await listen(run_dir / "control.sock", control.handle),
         await peers.serve(
             "0.0.0.0",  # noqa: S104 - peers prove themselves by the cluster's key
             config.network.agent_port,

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpucr_hpc import wire
+
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
 
@@ -95,7 +97,7 @@ async def serve(port: int, text: Callable[[], str]) -> asyncio.Server:
             await writer.drain()
         writer.close()
 
-    return await asyncio.start_server(answer, "127.0.0.1", port, limit=1 << 14)
+    return await asyncio.start_server(wire.ends_quietly(answer), "127.0.0.1", port, limit=1 << 14)
 
 
 #: Of this agent.

@@ -259,20 +259,17 @@ class LocalParticipant:
 
     async def undo(self) -> None:
         self._job.dumping = None
-        try:
-            await self._worker.abandon()
-            if self._dump is not None:
-                await self._dump.undo()
-                remove_link_remaps(self._capsule)
-        except (GpucrError, OSError) as error:
-            log.error("undo failed", job=self._capsule.job, error=str(error))
-        try:
-            await self._reopen()
-            await self._gpus.resume()  # not before CRIU has let go: the driver works in threads of the process
-        except (GpucrError, OSError) as error:
-            log.error("undo failed", job=self._capsule.job, error=str(error))
-        finally:
-            await self._gpus.close()
+        # GPUs not before CRIU has let go: the driver works in threads of the process.
+        for step in (self._worker.abandon, self._thaw, self._reopen, self._gpus.resume, self._gpus.close):
+            try:
+                await step()
+            except (GpucrError, OSError) as error:  # what one step leaves must not keep the job frozen or cut off
+                log.error("undo failed", job=self._capsule.job, step=step.__name__, error=str(error) or repr(error))
+
+    async def _thaw(self) -> None:
+        if self._dump is not None:
+            await self._dump.undo()
+            remove_link_remaps(self._capsule)
 
     async def _reopen(self) -> None:
         if self._locked and self._capsule.alive():

@@ -24,7 +24,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from gpucr_hpc import errors
+from gpucr_hpc import errors, wire
 from gpucr_hpc.errors import CoordinationError, GpucrError, PeerLost
 from gpucr_hpc.image.keys import SigningKey
 from gpucr_hpc.log import Log
@@ -131,7 +131,8 @@ async def serve(address: str, port: int, key: SigningKey, session: Callable[[], 
             writer.close()
             await asyncio.shield(current.close())
 
-    return await asyncio.start_server(handle, address, port, ssl=tls_context(key, server=True), backlog=512)
+    context = tls_context(key, server=True)
+    return await asyncio.start_server(wire.ends_quietly(handle), address, port, ssl=context, backlog=512)
 
 
 async def _serve(session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -132,13 +132,14 @@ class Dump:
             # Killing a CRIU that holds tasks can leave its code inside them; it is the last resort.
             log.error("criu does not end, killed", job=self._capsule.job)
             assert self._criu is not None
-            self._criu.kill()
+            with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
+                self._criu.kill()
             await self._ended
 
     async def _listen(self) -> None:
         path = self._run_dir.images / "hook.sock"
         path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._hook, str(path))
+        self._server = await asyncio.start_unix_server(wire.ends_quietly(self._hook), str(path))
         path.chmod(0o666)  # the hook has the user's real id, and a shell between may drop the effective one
 
     async def _hook(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -39,7 +39,7 @@ async def serve(directory: Path, uid: int, action: str, work: Callable[[], Await
                 await channel.send(wire.make(wire.Type.HOOKRESULT, STATUS=status))
             channel.close()
 
-    server = await asyncio.start_unix_server(heard, str(path))
+    server = await asyncio.start_unix_server(wire.ends_quietly(heard), str(path))
     path.chmod(0o666)  # the hook has the user's real id, and a shell between may drop the effective one
     try:
         yield path

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc import errors
+from gpucr_hpc import errors, proc
 from gpucr_hpc.errors import GpucrError, HostError
-from gpucr_hpc.proc import clean_env
 from gpucr_hpc.wire import receive_record, send_record
 
 
@@ -53,7 +52,7 @@ class WorkerClient:
                 *(sys.executable, "-m", "gpucr_hpc.engine.worker", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                env=clean_env(),
+                env=proc.clean_env(),
                 start_new_session=True,
             )
         self._control = ours
@@ -107,11 +106,7 @@ class WorkerClient:
             self._control.close()
             self._control = None
         if self._process is not None:
-            try:
-                await asyncio.wait_for(self._process.wait(), patience_s)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+            await proc.end(self._process, patience_s)
             self._process = None
 
 
