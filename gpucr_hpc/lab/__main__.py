@@ -26,7 +26,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("node", metavar="NODE", help="ctl, n1, n2, ...")
         return command
 
-    add("build", "build the root file system only (cached)")
+    build = add("build", "build the root file system and layers only (cached)")
+    build.add_argument("--layer", action="append", default=[], choices=list(LAYERS), help="more programs for jobs")
     up = add("up", "start the cluster, building what is missing, and wait until Slurm can use it")
     up.add_argument("--nodes", type=int, default=4, metavar="N", help=f"compute nodes, 1-{conf.MAX_NODES} (4)")
     up.add_argument(
@@ -80,6 +81,8 @@ def _run(lab: Lab, options: argparse.Namespace) -> int:
     match options.command:
         case "build":
             print(lab.build())
+            for name in options.layer:
+                print(lab.layer(name))
         case "up":
             plugin = not options.no_plugin
             lab.up(options.nodes, options.settings, fresh=options.fresh, with_plugin=plugin, layers=options.layer)

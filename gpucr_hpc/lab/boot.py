@@ -102,7 +102,7 @@ def leave_cgroups(node: str, version: int, mounts: str) -> None:
     if version == 2:
         own = Path("/sys/fs/cgroup") / V2_PARENT / node
         own.mkdir(parents=True, exist_ok=True)
-        _delegate(own.parent)
+        delegate(own.parent)
         (own / "cgroup.procs").write_text("0")
         kernel.unshare(kernel.CLONE_NEWCGROUP)
         return
@@ -112,7 +112,7 @@ def leave_cgroups(node: str, version: int, mounts: str) -> None:
             (Path(target) / "cgroup.procs").write_text("0")
 
 
-def _delegate(parent: Path) -> None:
+def delegate(parent: Path) -> None:
     """Let the control groups below one have every controller that it has itself."""
     controllers = (parent / "cgroup.controllers").read_text().split()
     (parent / "cgroup.subtree_control").write_text(" ".join(f"+{name}" for name in controllers))

@@ -25,6 +25,8 @@ from gpucr_hpc.lab.nodes import CHECKOUT, USERS, Nodes, Running, account
 from gpucr_hpc.lab.recipe import LAYERS, Recipe
 from gpucr_hpc.lab.wait import wait_until
 
+_LOCK = Path("/run/lock/gpucr-lab.lock")
+
 
 def default_state() -> Path:
     """$GPUCR_LAB, else /var/lib/gpucr-lab. Not on an overlay: it holds the upper directories of overlays."""
@@ -52,6 +54,10 @@ class Lab(Nodes):
         with self._step("root file system"):
             return rootfs.ensure(self.recipe, self._say, self.cache, (Path(running.rootfs),) if running else ())
 
+    def layer(self, name: str) -> Path:
+        """The files of a layer in recipe.LAYERS for the root file system, which is there; fetched if need be."""
+        return rootfs.ensure_layer(self.recipe, LAYERS[name], self._say, self.cache)
+
     def up(
         self,
         nodes: int = 4,
@@ -78,7 +84,7 @@ class Lab(Nodes):
         if unknown:
             raise LabError(reason=f"no layer {sorted(unknown)[0]!r}; there are: {', '.join(LAYERS)}")
         system = self.build()
-        over = tuple(str(rootfs.ensure_layer(self.recipe, LAYERS[name], self._say, self.cache)) for name in layers)
+        over = tuple(str(self.layer(name)) for name in layers)
         with self._locked():
             running = self.running()
             if running is not None and (fresh or self.pid(conf.CONTROLLER) is None):
@@ -247,9 +253,9 @@ class Lab(Nodes):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """One change at a time."""
-        self.cache.mkdir(parents=True, exist_ok=True)
-        with (self.cache / "lab.lock").open("w") as file:
+        """One change at a time on one machine, or in one box, which has a /run of its own."""
+        _LOCK.parent.mkdir(parents=True, exist_ok=True)
+        with _LOCK.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 

@@ -116,30 +116,35 @@ def cgroups_of(node: str) -> list[Path]:
     return sorted(CGROUPS.glob(f"*/slurm_{node}"))
 
 
-def _below(path: Path) -> Iterator[Path]:
+def below(path: Path) -> Iterator[Path]:
     for directory, names, _ in os.walk(path, topdown=False):
         yield from (Path(directory, name) for name in names)
     yield path
 
 
 def thaw(node: str) -> None:
-    """Let frozen tasks go: on version 1 a frozen task does not even die of SIGKILL."""
+    """Let the node's frozen tasks go."""
     for top in cgroups_of(node):
-        for path in _below(top):
-            state = path / "freezer.state"
-            if state.exists():
-                try:
-                    state.write_text("THAWED")
-                except OSError as error:
-                    if path.exists():
-                        raise LabError(reason=f"{path}: cannot thaw: {error.strerror}") from error
+        thaw_below(top)
+
+
+def thaw_below(top: Path) -> None:
+    """Let the frozen tasks of a cgroup go: on version 1 a frozen task does not even die of SIGKILL."""
+    for path in below(top):
+        state = path / "freezer.state"
+        if state.exists():
+            try:
+                state.write_text("THAWED")
+            except OSError as error:
+                if path.exists():
+                    raise LabError(reason=f"{path}: cannot thaw: {error.strerror}") from error
 
 
 def frozen_cgroups(node: str) -> list[Path]:
     """Freezer cgroups (version 1) of the node that are not thawed."""
     found = []
     for top in cgroups_of(node):
-        for path in _below(top):
+        for path in below(top):
             try:
                 if (path / "freezer.state").read_text().strip() not in ("THAWED", ""):
                     found.append(path)
@@ -151,7 +156,7 @@ def frozen_cgroups(node: str) -> list[Path]:
 def remove_cgroups(node: str) -> bool:
     """Remove a dead node's cgroup directories; False while one is still busy (its tasks are dying)."""
     for top in cgroups_of(node):
-        for path in _below(top):
+        for path in below(top):
             try:
                 path.rmdir()
             except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Mounts and namespaces by their system calls: the standard library has none of them before Python 3.12.
 
-Only the lab's own start of a node uses this; it is std-only so that a bare Debian can run it.
+Only the lab's nodes and boxes use this; it is std-only so that a bare Debian can run it.
 """
 
 from __future__ import annotations
@@ -50,6 +50,11 @@ def bind(source: str, target: str, *, recursive: bool = False, read_only: bool =
         mount("", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY)
 
 
+def detach(target: str) -> None:
+    """umount2(2) with MNT_DETACH: the mount and those below it leave the namespace at once, also when in use."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
 def unshare(flags: int) -> None:
     """unshare(2). With CLONE_NEWPID only children made afterwards are in the new namespace."""
     _check(_libc.unshare(ctypes.c_int(flags)), "unshare")
@@ -64,5 +69,5 @@ def pivot_root(new_root: str) -> None:
     os.chdir(new_root)
     number = _SYS_PIVOT_ROOT[os.uname().machine]
     _check(_libc.syscall(ctypes.c_long(number), b".", b"."), "pivot_root")
-    _check(_libc.umount2(b".", MNT_DETACH), "umount of the old root")
+    detach(".")
     os.chdir("/")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
+import openmm_wheel
 import pytest
 from jobs import Bench, JobRun, bench
 
@@ -64,21 +63,9 @@ def test_example_moves(lab, words, sign):
 
 @pytest.fixture(scope="session")
 def openmm(require_lab) -> str:
-    """OpenMM for the lab's Python, unpacked on the shared directory; its place in the nodes.
-
-    Debian does not have it: the wheel comes from the package index, once.
-    """
+    """OpenMM for the lab's Python, unpacked on the shared directory; its place in the nodes."""
     lab: Lab = require_lab()
-    shown = lab.exec("n1", ["python3", "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]).stdout.strip()
-    wheels = lab.cache / "wheels" / shown
-    if not list(wheels.glob("[Oo]pen[Mm][Mm]-*.whl")):
-        fresh = wheels.with_name(f"{shown}.new")
-        shutil.rmtree(fresh, ignore_errors=True)
-        argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(fresh)]
-        subprocess.run([*argv, "--python-version", shown, "openmm"], check=True, stdin=subprocess.DEVNULL)
-        shutil.rmtree(wheels, ignore_errors=True)
-        fresh.rename(wheels)
-    (wheel,) = wheels.glob("[Oo]pen[Mm][Mm]-*.whl")
+    wheel = openmm_wheel.fetched(lab)
     target = lab.state / "shared/python" / wheel.stem
     if not (target / "openmm").is_dir():
         unpack(wheel, target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import random
 import subprocess
@@ -34,10 +35,12 @@ class Outcome:
 
 
 def build() -> None:
-    """The interposer in all its forms, the fakes and the test program."""
-    done = subprocess.run(
-        ["make", "-s", "-C", str(SOURCES), "test-programs"], capture_output=True, text=True, check=False
-    )
+    """The interposer in all its forms, the fakes and the test program; by one at a time."""
+    with (SOURCES / "Makefile").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(
+            ["make", "-s", "-C", str(SOURCES), "test-programs"], capture_output=True, text=True, check=False
+        )
     assert done.returncode == 0, done.stderr
 
 
