@@ -152,12 +152,17 @@ class MemberSession(Session):
 
     async def do_finish(self, job: str) -> None:
         part, self._participant = self._part(job), None
+        await self._finish(part)
+
+    async def _finish(self, part: LocalParticipant) -> None:
         assert self._job is not None
-        await part.finish()
-        await self._worker.close()
+        try:
+            await part.finish()
+        finally:
+            await self._worker.close()
         if self._leave:
             await self._job.leave("")
-            self._jobs.pop(job, None)
+            self._jobs.pop(self._job.job, None)
         else:
             await self._job.go_on(detached=True, message="")
 
@@ -207,9 +212,7 @@ class MemberSession(Session):
             part, self._participant = self._participant, None
             if self._job.phase is Phase.REQUEUEING and await self._has_left(self._job):
                 log.info("lead lost after the commit, the job leaves", job=self._job.job)
-                await part.finish()
-                await self._job.leave("")
-                self._jobs.pop(self._job.job, None)
+                await self._finish(part)
             else:
                 log.warning("lead lost, checkpoint undone", job=self._job.job)
                 await self._undo(part)

@@ -93,8 +93,7 @@ class Case:
                 job.lab.exec("ctl", ["scontrol", "requeue", str(job.id)])
             elif self._held():
                 how = HELD
-                job.lab.exec("ctl", ["scontrol", "release", str(job.id)])
-                job.lab.exec("ctl", ["scontrol", "update", f"JobId={job.id}", "StartTime=now"], check=False)
+                self._help()
             else:
                 break
             wait_until(lambda: not job.over and not self._held(), 30, "Slurm to take the job up again")
@@ -104,6 +103,15 @@ class Case:
         if restored:
             assert restored[-1] == job.sets()[-1], "not the newest set"
         return how
+
+    def _help(self) -> None:
+        """What docs/admin.md has an administrator do: Slurm has also drained the node that refused the job."""
+        lab, job = self.job.lab, str(self.job.id)
+        for node, state in lab.node_states().items():
+            if "drain" in state:
+                lab.exec("ctl", ["scontrol", "update", f"NodeName={node}", "State=RESUME"])
+        lab.exec("ctl", ["scontrol", "release", job])
+        lab.exec("ctl", ["scontrol", "update", f"JobId={job}", "StartTime=now"], check=False)
 
     def _held(self) -> bool:
         info = self.job.info

@@ -46,10 +46,10 @@ def expected(victim: str, point: Point) -> set[str]:
     """How a job may come through."""
     what = victim.partition("-")[0]
     committed, gone, back = (point.number >= p.number for p in (Point.COMMITTED, Point.REQUEUED, Point.CHECKED))
-    if what == "slurmd":
-        # One that is started anew may take the requeued job for its former run, and Slurm then holds it.
+    if victim == "slurmd-lead" and gone and not back:
+        # One that is started anew takes the requeued job for its former run: Slurm holds the job (docs/admin.md).
         return {BACK, HELD}
-    if what == "node" or (gone and not back):
+    if what in ("node", "slurmd") or (gone and not back):
         return {BACK}
     if what == "agent":
         return {BACK} if back else {ON}
