@@ -293,7 +293,7 @@ class ProtectedJob:
         self._failed_step = ""
 
     async def step_failed(self, reason: str) -> None:
-        """A step that was to come back did not start."""
+        """A step that was to come back did not start, or has lost a task before the tree was there."""
         async with self._arrived:
             self._failed_step = reason
             self._arrived.notify_all()
@@ -354,17 +354,20 @@ class ProtectedJob:
 
     async def gone(self, supervisor: Supervisor) -> None:
         """A supervisor's connection ended. The end of the batch script's is the end of the job here."""
-        if self.supervisors.get(supervisor.key) is supervisor:
+        known = self.supervisors.get(supervisor.key) is supervisor  # and not one that was sent away
+        if known:
             del self.supervisors[supervisor.key]
         if supervisor.key == "batch":
             self.spawn(self.watch())
-        else:
-            self.spawn(self._task_lost(supervisor))
+            return
+        if known and self.phase is Phase.RESTORING:
+            await self.step_failed(f"the supervisor of task {supervisor.key} on {self.context.node} ended")
+        self.spawn(self._task_lost(supervisor))
 
     async def _task_lost(self, supervisor: Supervisor) -> None:
         """A step's supervisor that was killed has told nothing of its task: for Slurm that is dead, so it must end."""
         await wait_gone(supervisor.pid)
-        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
+        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.RESTORING):
             await asyncio.sleep(_LOOK_INTERVAL_S)
         key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
         step = self.steps.on_node.get(key)

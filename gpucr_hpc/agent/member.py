@@ -161,6 +161,8 @@ class MemberSession(Session):
         finally:
             await self._worker.close()
         if self._leave:
+            if self._job.node_rank == 1:  # the lead does it, too, but its node may be lost
+                self._job.spawn(slurm.forgive(self._job.job, self._job.excluded, self._job.run + 1))
             await self._job.leave("")
             self._jobs.pop(self._job.job, None)
         else:

@@ -19,7 +19,7 @@ from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CapsuleError, CoordinationError, GpucrError, RestoreFailed
+from gpucr_hpc.errors import CoordinationError, GpucrError, RestoreFailed
 from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -208,7 +208,8 @@ class NodeRestore:
         """Every node has its tree back: packets pass, supervisors relay."""
         job = self._job
         if job.capsule is None or not job.capsule.alive():
-            raise CapsuleError(job=job.job, node=job.context.node, reason="it died after its tree had come back")
+            # Not refused by CRIU: with a supervisor of a step that was killed, its processes were.
+            raise CoordinationError(job=job.job, reason=f"on {job.context.node} it died after its tree had come back")
         await network.unlock(job.job)
         await reach(Point.UNLOCKED, job.job)
         await self._gpus.go()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 
-from gpucr_hpc.errors import RequeueFailed
+from gpucr_hpc.errors import JobUnknown, RequeueFailed, SlurmError
 from gpucr_hpc.proc import clean_env, run_async
 from gpucr_hpc.slurm import query
 
 _TIMEOUT_S = 20.0
 _AWAY_S = 15.0  # several scheduling cycles
+_LOOK_S, _LONGEST_LOOK_S = 30.0, 600.0  # how often a job that runs elsewhere is looked at
 _REQUEUE_DELAY_SINCE = (25, 11)
 
 
@@ -45,19 +46,33 @@ async def _requeue(verb: str, job_id: str) -> None:
 
 
 async def forgive(job_id: str, excluded: str, restarts: int) -> None:
-    """Undo `keep_away` for a job that has not found another node meanwhile: its old one may be the only one free.
+    """Undo `keep_away` for a job that waits again: because it has not found another node, or because it has lost it,
+    and the old one may be the only one free. Slurm takes no such change of a job that runs, so it is waited for.
 
     excluded: nodes that its user excluded. restarts: Slurm's count after the requeue that this belongs to; a job that
     has been moved again since waits away from other nodes, and is left alone.
     """
     await asyncio.sleep(_AWAY_S)
     info = await query.job(job_id)
-    if "PENDING" in info.states and info.restarts == restarts and info.excluded_nodes != excluded:
-        await run_async(
-            ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"],
-            timeout_s=_TIMEOUT_S,
-            env=clean_env(),
-        )
+    wish, pause_s = info.excluded_nodes, _LOOK_S
+    if info.restarts != restarts:
+        return
+    while info.excluded_nodes == wish != excluded and not info.over:
+        if "PENDING" in info.states:
+            await run_async(
+                ["scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded}"],
+                timeout_s=_TIMEOUT_S,
+                env=clean_env(),
+            )
+            return
+        await asyncio.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        try:
+            info = await query.job(job_id)
+        except JobUnknown:
+            return
+        except SlurmError:
+            continue  # it is away
 
 
 async def keep_away(info: query.JobInfo, nodes: list[str], excluded: str, *, elsewhere: bool = True) -> None:

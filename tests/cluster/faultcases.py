@@ -15,6 +15,8 @@ from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.wait import wait_until
 
 TWO = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
+# A restore waits up to two minutes for a task of a step that does not come.
+_SETTLE_S = 180
 _RESTORED = re.compile(r"gpucr: restored on \S+ from checkpoint (\S+) ")
 
 # How a job comes through: it runs on; Slurm requeues it and it is restored; it ends as failed, and is restored when
@@ -32,7 +34,6 @@ class Case:
     victim: str
     point: Point
     nodes: tuple[str, ...] = ()
-    turns: int = 0
 
     @property
     def node(self) -> str:
@@ -73,15 +74,15 @@ class Case:
             job.running(1)
             self.place()
             only_at(job, self.stands)
-        self.turns = self.counted()
 
     def settle(self) -> str:
         """Wait until the job has gone on, helped by hand where it stands still; how it came through."""
         job, how = self.job, ON
+        turns = self.counted()  # after the fault: at some points the job runs up to it
         while True:
             wait_until(
-                lambda: job.over or self._held() or self.counted() > self.turns + 2,
-                90,
+                lambda: job.over or self._held() or self.counted() > turns + 2,
+                _SETTLE_S,
                 f"job {job.id} ({self.victim}, {self.point.label}) to go on:\n{job.raw[-2000:]}",
             )
             assert how == ON or not (job.over or self._held()), f"it stands again:\n{job.raw[-3000:]}"

@@ -54,7 +54,7 @@ def expected(victim: str, point: Point) -> set[str]:
     if what == "agent":
         return {BACK} if back else {ON}
     if what == "init" and committed:
-        return {BACK, FAILED} if not back else {HELD, FAILED}
+        return {BACK, FAILED, HELD} if back else {BACK, FAILED}
     if victim == "supervisor-other":
         return {BACK, STEP_KILLED}
     # Slurm learns of the killed task about when the checkpoint goes on: it may be committed before.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpucr_hpc.errors import RequeueFailed
+from gpucr_hpc.errors import JobUnknown, RequeueFailed, SlurmError
 from gpucr_hpc.proc import Result
 from gpucr_hpc.slurm import control, query
 
@@ -32,32 +32,52 @@ PENDING = query.JobInfo(
 )
 
 
+RUNNING = replace(PENDING, states=frozenset({"RUNNING"}))
+MOVED_AGAIN = replace(PENDING, restarts=4, excluded_nodes="n9,n2")
+AWAY = SlurmError(reason="no answer")
+
+
 @pytest.mark.parametrize(
-    ("info", "asked"),
+    ("answers", "asked"),
     [
-        (PENDING, True),
-        (replace(PENDING, restarts=4), False),
-        (replace(PENDING, states=frozenset({"RUNNING"})), False),
-        (replace(PENDING, excluded_nodes="n9"), False),
+        ([PENDING], True),
+        ([replace(PENDING, restarts=4)], False),
+        ([replace(PENDING, excluded_nodes="n9")], False),
+        ([RUNNING, RUNNING, replace(PENDING, restarts=4)], True),
+        ([RUNNING, AWAY, replace(PENDING, restarts=4)], True),
+        ([RUNNING, MOVED_AGAIN], False),
+        ([RUNNING, replace(RUNNING, states=frozenset({"COMPLETED"}))], False),
+        ([RUNNING, JobUnknown(job="7")], False),
     ],
-    ids=["still waits", "was moved again", "runs", "excludes nothing of ours"],
+    ids=[
+        *("still waits", "was moved again", "excludes nothing of ours", "lost its node", "slurmctld was away"),
+        *("ran and was moved again", "ended", "ended long ago"),
+    ],
 )
-def test_a_job_is_forgiven_for_its_own_move_only(monkeypatch, info: query.JobInfo, asked: bool):
-    """A wish that belongs to a later move stays; the user's own exclusion always does."""
+def test_a_job_is_forgiven_for_its_own_move_only(
+    monkeypatch, answers: list[query.JobInfo | SlurmError], asked: bool
+):
+    """A wish that belongs to a later move stays; the user's own exclusion always does. One that ran elsewhere and
+    waits again may need the node that it left."""
     calls: list[Sequence[str]] = []
 
     async def job(_job: str) -> query.JobInfo:
-        return info
+        answer = answers.pop(0)
+        if isinstance(answer, SlurmError):
+            raise answer
+        return answer
 
     async def run(argv: Sequence[str], **_: object) -> Result:
         calls.append(argv)
         return Result(tuple(argv), 0, "", "", 0.0)
 
     monkeypatch.setattr(control, "_AWAY_S", 0.0)
+    monkeypatch.setattr(control, "_LOOK_S", 0.0)
     monkeypatch.setattr(control.query, "job", job)
     monkeypatch.setattr(control, "run_async", run)
     asyncio.run(control.forgive("7", "n9", 3))
     assert calls == ([["scontrol", "update", "JobId=7", "ExcNodeList=n9"]] if asked else [])
+    assert answers == []
 
 
 @pytest.mark.parametrize(
