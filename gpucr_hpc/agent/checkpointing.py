@@ -268,11 +268,12 @@ class _Checkpoint:
 
 async def _leave(job: ProtectedJob, message: str, info: slurm.JobInfo | None, elsewhere: bool) -> None:
     """After commit and requeue: nothing of the job stays here, and Slurm gets the node back early."""
-    job.set_phase(Phase.LEAVING)
     assert job.geometry is not None
+    nodes = list(job.geometry.nodes)
+    job.set_phase(Phase.LEAVING)  # from here on the end of its batch supervisor removes the job
     try:
         info = info or await slurm.job(job.job)
-        await slurm.keep_away(info, list(job.geometry.nodes), job.excluded, elsewhere=elsewhere)
+        await slurm.keep_away(info, nodes, job.excluded, elsewhere=elsewhere)
     except GpucrError as error:
         log.warning("no wish for another node", job=job.job, error=str(error))
     job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))
