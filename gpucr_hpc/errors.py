@@ -242,6 +242,12 @@ class Refused(CriuError):
     hint = "the job was not touched and runs on"
 
 
+class CheckpointUnfit(CriuError):
+    """it does not fit this job: {reason}"""
+
+    exit_code = 45
+
+
 # --- image ----------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@
 #define MAX_GROUPS 1024
 #define MAX_PRIVATE 16
 #define MAX_BINDS 16
+#define MAX_COVERS 4
 #define DIED_WITH_CAPSULE 1
 
 struct capsule_args {
@@ -26,6 +27,8 @@ struct capsule_args {
 		const char *from, *to;
 	} bind[MAX_BINDS];
 	int nbind;
+	const char *cover[MAX_COVERS]; /* directories under a tmpfs in which targets of binds are made */
+	int ncover;
 	long long tmpfs_size; /* bytes, 0: the kernel's default of half the memory */
 	bool cgroup_wait;
 	int sync; /* pipe from holder and shepherd to init while they start */

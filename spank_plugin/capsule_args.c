@@ -47,7 +47,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 		{ "hosts", 1, NULL, 'e' },    { "netns", 1, NULL, 'n' },    { "control", 1, NULL, 'c' },
 		{ "last-pid", 1, NULL, 'l' }, { "private", 1, NULL, 'p' },  { "tmpfs-size", 1, NULL, 's' },
 		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' },
-		{ "bind", 1, NULL, 'b' },     { NULL, 0, NULL, 0 },
+		{ "bind", 1, NULL, 'b' },     { "cover", 1, NULL, 'C' },    { NULL, 0, NULL, 0 },
 	};
 	long long uid = -1, gid = -1, n;
 	int c;
@@ -80,6 +80,11 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 			if (ok)
 				a->private[a->nprivate++] = optarg;
 			break;
+		case 'C':
+			ok = *optarg == '/' && a->ncover < MAX_COVERS;
+			if (ok)
+				a->cover[a->ncover++] = optarg;
+			break;
 		case 'b': ok = parse_bind(a, optarg); break;
 		case 'w': a->cgroup_wait = true; break;
 		default: return -1;
@@ -91,8 +96,8 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 	}
 	if (uid < 0 || gid < 0 || a->control < 0 || !a->run_dir || *a->run_dir != '/' || optind != argc) {
 		say("usage: gpucr-init capsule --mode start|restore --uid U --gid G --groups A,B --hostname H --run-dir D "
-		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--private DIR]... [--bind FROM:TO]... "
-		    "[--tmpfs-size BYTES] [--cgroup-wait]");
+		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--private DIR]... [--cover DIR]... "
+		    "[--bind FROM:TO]... [--tmpfs-size BYTES] [--cgroup-wait]");
 		return -1;
 	}
 	a->uid = (uid_t)uid;

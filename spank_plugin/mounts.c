@@ -4,7 +4,9 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
+#include <string.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -20,7 +22,7 @@ static int open_tree_clone(const char *path)
 
 static int move_mount_to(int fd, const char *path)
 {
-	return (int)syscall(SYS_move_mount, fd, "", AT_FDCWD, path, 4 /* MOVE_MOUNT_F_EMPTY_PATH */);
+	return (int)syscall(SYS_move_mount, fd, "", AT_FDCWD, path, 0x14 /* F_EMPTY_PATH, T_SYMLINKS */);
 }
 
 /* A sysfs of the job's own network namespace: UCX looks for interfaces in /sys/class/net. The cgroup file systems are
@@ -54,6 +56,64 @@ static int private_tmpfs(const struct capsule_args *a, const char *path)
 	return mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, data);
 }
 
+/* A target below a cover is made, with the directories above it: a directory for a directory, a file for anything else. */
+static int make_target(const struct capsule_args *a, const char *path, int from)
+{
+	size_t n = 0;
+	struct stat st;
+	char part[PATH_MAX];
+	int fd;
+
+	for (int i = 0; i < a->ncover && !n; i++)
+		if (!strncmp(path, a->cover[i], strlen(a->cover[i])) && path[strlen(a->cover[i])] == '/')
+			n = strlen(a->cover[i]);
+	if (!n)
+		return 0;
+	if (strlen(path) >= sizeof(part)) {
+		errno = ENAMETOOLONG;
+		return -1;
+	}
+	for (n += 1; path[n]; n++) {
+		if (path[n] != '/')
+			continue;
+		memcpy(part, path, n);
+		part[n] = '\0';
+		if (mkdir(part, 0755) < 0 && errno != EEXIST)
+			return -1;
+	}
+	if (fstat(from, &st) < 0)
+		return -1;
+	if (S_ISDIR(st.st_mode))
+		return mkdir(path, 0755) < 0 && errno != EEXIST ? -1 : 0;
+	fd = open(path, O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0644);
+	return fd < 0 ? -1 : close(fd);
+}
+
+/* Sources are opened first: a cover may hide them. Links are followed in both. */
+static int bind_all(const struct capsule_args *a, const char **step)
+{
+	int from[MAX_BINDS];
+
+	for (int i = 0; i < a->nbind; i++) {
+		*step = a->bind[i].from;
+		from[i] = open_tree_clone(a->bind[i].from);
+		if (from[i] < 0)
+			return -1;
+	}
+	for (int i = 0; i < a->ncover; i++) {
+		*step = a->cover[i];
+		if (mount("tmpfs", a->cover[i], "tmpfs", MS_NOSUID | MS_NODEV, "mode=755") < 0)
+			return -1;
+	}
+	for (int i = 0; i < a->nbind; i++) {
+		*step = a->bind[i].to;
+		if (make_target(a, a->bind[i].to, from[i]) < 0 || move_mount_to(from[i], a->bind[i].to) < 0)
+			return -1;
+		close(from[i]);
+	}
+	return 0;
+}
+
 int capsule_mounts(const struct capsule_args *a, const char **step)
 {
 	/* Slave, not private: what the host unmounts must go here too, or a capsule keeps the network namespaces of
@@ -71,11 +131,8 @@ int capsule_mounts(const struct capsule_args *a, const char **step)
 	*step = "bind the hosts file"; /* before the private directories, one of which may cover it */
 	if (a->hosts && mount(a->hosts, "/etc/hosts", NULL, MS_BIND, NULL) < 0)
 		return -1;
-	for (int i = 0; i < a->nbind; i++) { /* mount(2) follows links in both */
-		*step = a->bind[i].to;
-		if (mount(a->bind[i].from, a->bind[i].to, NULL, MS_BIND, NULL) < 0)
-			return -1;
-	}
+	if (bind_all(a, step) < 0)
+		return -1;
 	for (int i = 0; i < a->nprivate; i++) {
 		*step = a->private[i];
 		if (private_tmpfs(a, a->private[i]) < 0)

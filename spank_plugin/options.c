@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS };
+enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS, RESTORE };
 
 struct options options;
 void (*options_changed)(void);
@@ -62,6 +62,32 @@ static bool valid_dir(const char *s)
 	return *s == '/';
 }
 
+/* Such as 20261127T232501Z-3f9a. */
+static bool valid_checkpoint(const char *s)
+{
+	static const char form[] = "00000000T000000Z-xxxx";
+	size_t n = strlen(form);
+
+	if (strlen(s) != n)
+		return false;
+	for (size_t i = 0; i < n; i++) {
+		unsigned char c = (unsigned char)s[i];
+
+		if (form[i] == '0' ? !isdigit(c) : form[i] == 'x' ? !isxdigit(c) || isupper(c) : c != form[i])
+			return false;
+	}
+	return true;
+}
+
+/* Together they would run the script from its beginning. */
+static int contradiction(void)
+{
+	if (spank_context() != S_CTX_ALLOCATOR || !*options.restore || !options.off)
+		return 0;
+	slurm_error("gpucr: --%s and --%s contradict each other", OPTION_RESTORE, OPTION_OFF);
+	return -1;
+}
+
 /* Slurm calls with the same value twice, once for the script and once for the command line. The argument of a flag is
  * "(null)" in srun, "" in slurmstepd: never looked at. */
 static int given(int which, const char *arg, int remote)
@@ -74,6 +100,7 @@ static int given(int which, const char *arg, int remote)
 		break;
 	case OFF:
 		options.off = true;
+		r = contradiction();
 		break;
 	case INTERVAL:
 		r = take(options.interval, sizeof(options.interval), "checkpoint-interval", arg, valid_duration,
@@ -92,12 +119,20 @@ static int given(int which, const char *arg, int remote)
 	case ROUNDS:
 		r = take(options.rounds, sizeof(options.rounds), "checkpoint-rounds", arg, valid_rounds, "a number is needed");
 		break;
+	case RESTORE:
+		r = take(options.restore, sizeof(options.restore), OPTION_RESTORE, arg, valid_checkpoint,
+			 "the name of a checkpoint is needed, as `gpucr list` shows it");
+		if (r == 0) {
+			options.on = true;
+			r = contradiction();
+		}
+		break;
 	case NCCL:
 		r = take(options.nccl, sizeof(options.nccl), "checkpoint-nccl", arg, valid_nccl, "write keep or safe");
 		options.nccl_safe = !strcmp(options.nccl, "safe");
 		break;
 	}
-	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT))
+	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT || which == RESTORE))
 		options_changed();
 	return r;
 }
@@ -111,6 +146,7 @@ static struct spank_option table[] = {
 	{ "checkpoint-files", "POLICY", "[gpucr] files that grew after the checkpoint: rollback (default), keep or refuse", 1, FILES, given },
 	{ OPTION_TIMEOUT, NULL, "[gpucr] write a checkpoint before the time limit, requeue the job and go on", 0, TIMEOUT, given },
 	{ "checkpoint-rounds", "N", "[gpucr] do that at most N times", 1, ROUNDS, given },
+	{ OPTION_RESTORE, "CHECKPOINT", "[gpucr] go on from a checkpoint of another of your jobs; the script is not run", 1, RESTORE, given },
 	{ OPTION_OFF, NULL, "[gpucr] do not protect this job or step", 0, OFF, given },
 };
 

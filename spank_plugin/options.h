@@ -9,6 +9,7 @@
 #define OPTION_ON "checkpoint-on-preempt"
 #define OPTION_OFF "no-checkpoint"
 #define OPTION_TIMEOUT "checkpoint-on-timeout"
+#define OPTION_RESTORE "restore-from"
 
 struct options {
 	bool on, off; /* on: also by an option that means nothing without protection */
@@ -19,6 +20,7 @@ struct options {
 	char nccl[8];
 	char files[16];
 	char rounds[16];
+	char restore[32]; /* the checkpoint from which a new job goes on */
 };
 
 extern struct options options;

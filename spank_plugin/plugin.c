@@ -169,7 +169,7 @@ static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 static int protect(spank_t sp, uint32_t job, const char *step)
 {
 	static char job_text[16], rank_text[16], nodeid_text[16], nodes_text[16], signal_text[16];
-	static char extra[3][32];
+	static char extra[4][64];
 	const char *argv[40];
 	uint32_t rank = 0, nodeid = 0, nodes = 1;
 	int n = 0, extras = 0;
@@ -218,6 +218,8 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 		snprintf(extra[extras++], sizeof(*extra), "rounds=%s", options.rounds);
 	if (options.on_timeout)
 		snprintf(extra[extras++], sizeof(*extra), "timeout=yes");
+	if (*options.restore)
+		snprintf(extra[extras++], sizeof(*extra), "restore=%s", options.restore);
 	for (int i = 0; i < extras; i++) {
 		argv[n++] = "--option";
 		argv[n++] = extra[i];
@@ -271,6 +273,6 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	} else {
 		r = protect(sp, job, step == SLURM_BATCH_SCRIPT ? "batch" : key);
 	}
-	/* An error here fails the job, not the node. */
-	return r < 0 && config.fail_unprotected ? -1 : 0;
+	/* An error here fails the job, not the node. A script that is not to be run must not begin. */
+	return r < 0 && (config.fail_unprotected || *options.restore) ? -1 : 0;
 }

@@ -95,7 +95,7 @@ void sbatch_scan(struct submission *s)
 				break;
 			continue;
 		}
-		s->on |= is_option(p, OPTION_ON, 15) || is_option(p, OPTION_TIMEOUT, 15);
+		s->on |= is_option(p, OPTION_ON, 15) || is_option(p, OPTION_TIMEOUT, 15) || is_option(p, OPTION_RESTORE, 4);
 		s->off |= is_option(p, OPTION_OFF, 4);
 		s->cli_signal |= is_option(p, "signal", 2);
 	}

@@ -14,6 +14,7 @@ struct task_args {
 	const char *socket, *job, *step, *dir, *interval;
 	const char *options[MAX_OPTIONS]; /* KEY=VALUE for the agent */
 	int n_options;
+	bool restores; /* from another job's checkpoint: its own command is never run */
 	long long rank, nodeid, nodes, signal;
 	bool fail_unprotected;
 	long long restart; /* SLURM_RESTART_COUNT */

@@ -48,6 +48,7 @@ int task_parse(struct task_args *a, int argc, char **argv)
 			ok = a->n_options < MAX_OPTIONS;
 			if (ok)
 				a->options[a->n_options++] = optarg;
+			a->restores |= !strncmp(optarg, "restore=", 8);
 			break;
 		case 'r': ok = parse_number(optarg, 0, 1 << 30, &a->rank); break;
 		case 'I': ok = parse_number(optarg, 0, 1 << 30, &a->nodeid); break;
@@ -214,9 +215,10 @@ void unreachable(const struct task_args *a, const sigset_t *mask, int err)
 		say("agent not reachable at %s: %s; this step belongs to a protected job", a->socket, why);
 		_exit(1);
 	}
-	if (a->restart > 0 || a->fail_unprotected) {
+	if (a->restart > 0 || a->restores || a->fail_unprotected) {
 		say("agent not reachable at %s: %s; %s", a->socket, why,
 		    a->restart > 0 ? "a restarted job is not begun again without it"
+		    : a->restores  ? "nothing is restored without it"
 				   : "this job shall not run without protection");
 		_exit(1);
 	}

@@ -105,6 +105,30 @@ static void options_that_mean_protection(void)
 	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
 }
 
+static void restore_means_protection(void)
+{
+	submit("sbatch --rest 20261127T232501Z-3f9a SCRIPT", "#!/bin/sh\n", 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --restore-from=20261127T232501Z-3f9a\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
+	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	CHECK(strlen(getenv("GPUCR_COOKIE")) == 32);
+}
+
+static void restore_without_protection_is_refused(void)
+{
+	submit("sbatch SCRIPT", "#!/bin/sh\n", 0);
+	CHECK(stub_option("no-checkpoint", NULL, 0) == 0);
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) < 0);
+	CHECK(strstr(stub.error, "contradict"));
+	options.off = false;
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
+	CHECK(stub_option("no-checkpoint", NULL, 0) < 0);
+	stub.context = S_CTX_LOCAL; /* a step without protection in such a job */
+	CHECK(stub_option("no-checkpoint", NULL, 0) == 0);
+}
+
 static void flag_in_script(void)
 {
 	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-preempt\n", 0);
@@ -187,6 +211,14 @@ static void values_are_checked(void)
 	CHECK(stub_option("checkpoint-rounds", "4", 0) == 0);
 	CHECK(stub_option("checkpoint-rounds", "-1", 0) < 0);
 	CHECK(stub_option("checkpoint-rounds", "", 0) < 0);
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
+	CHECK(stub_option("restore-from", "20261127T232501Z-3F9a", 0) < 0);
+	CHECK(strstr(stub.error, "gpucr list"));
+	CHECK(stub_option("restore-from", "20261127T232501Z-3f9", 0) < 0);
+	CHECK(stub_option("restore-from", "20261127T232501Z/3f9a", 0) < 0);
+	CHECK(stub_option("restore-from", "184220", 0) < 0);
+	CHECK(stub_option("restore-from", "", 0) < 0);
+	CHECK(stub_option("restore-from", NULL, 0) < 0);
 }
 
 static void step(const char *const *av, int ac, unsigned id)
@@ -209,11 +241,12 @@ static void batch_step(void)
 	stub_option("checkpoint-files", "keep", 1);
 	stub_option("checkpoint-rounds", "9", 1);
 	stub_option("checkpoint-on-timeout", "", 1);
+	stub_option("restore-from", "20261127T232501Z-3f9a", 1);
 	setenv("GPUCR_SIGNAL", "50", 1); /* the first call has taken it out of the job's environment */
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodeid 0 --nodes 2 --signal 50 --when-unprotected fail "
 		  "--dir /ckpt --interval 30m --option files=keep --option rounds=9 "
-		  "--option timeout=yes --",
+		  "--option timeout=yes --option restore=20261127T232501Z-3f9a --",
 		  stub.argv);
 }
 
@@ -317,6 +350,9 @@ static void wrong_plugstack(void)
 	stub_option("checkpoint-on-preempt", "", 1);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("", stub.argv);
+	stub_option("restore-from", "20261127T232501Z-3f9a", 1); /* the script must not begin in its place */
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == -1);
+	*options.restore = '\0';
 	step(fail, 2, SLURM_BATCH_SCRIPT);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == -1);
 	stub.context = S_CTX_SLURMD;
@@ -364,6 +400,7 @@ int main(void)
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
 		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule, only_batch_jobs,
+		restore_means_protection, restore_without_protection_is_refused,
 	};
 	const char *tmp = getenv("TMPDIR");
 	int bad = 0;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,19 +55,19 @@ class Catalog:
     def __init__(self, keys: Keys, worker: WorkerClient, root: str) -> None:
         self._keys, self._worker, self._root = keys, worker, root
 
-    async def entries(self, job: str | None = None) -> list[Entry]:
-        """Every complete checkpoint, oldest first, good or not."""
+    async def entries(self, job: str | None = None, checkpoint: str | None = None) -> list[Entry]:
+        """Every complete checkpoint, or those of a job or an id, oldest first, good or not."""
         found = []
-        for owner, checkpoint, text in await self._worker.call("manifests", job=job):
-            path = f"{self._root}/{owner}/{checkpoint}/manifest"
+        for owner, name, text in await self._worker.call("manifests", job=job, checkpoint=checkpoint):
+            path = f"{self._root}/{owner}/{name}/manifest"
             data = base64.b64decode(text)
             try:
                 manifest = manifest_file.decode(data, path, self._keys.trusted)
-                if (manifest.job, manifest.checkpoint) != (owner, checkpoint):
-                    raise CheckpointMissing(checkpoint=f"{checkpoint} (another one lies in its place)", path=path)
-                found.append(Entry(owner, checkpoint, manifest, data=data))
+                if (manifest.job, manifest.checkpoint) != (owner, name):
+                    raise CheckpointMissing(checkpoint=f"{name} (another one lies in its place)", path=path)
+                found.append(Entry(owner, name, manifest, data=data))
             except GpucrError as error:
-                found.append(Entry(owner, checkpoint, None, error, data))
+                found.append(Entry(owner, name, None, error, data))
         return found
 
     async def candidates(self, job: str, uid: int) -> tuple[list[Manifest], list[str]]:
@@ -89,6 +90,18 @@ class Catalog:
         if latest.get("checkpoint") and latest["checkpoint"] not in {e.checkpoint for e in entries}:
             problems.append(str(CheckpointMissing(checkpoint=latest["checkpoint"], path=f"{self._root}/{job}")))
         return [m for m in reversed(good) if m.uid == uid], problems
+
+    async def find(self, checkpoint: str, uid: int) -> Manifest:
+        """The user's checkpoint of this id, of whichever job. Raises CheckpointMissing, also for another user's, or
+        what is wrong with it."""
+        entries = await self.entries(checkpoint=checkpoint)
+        for entry in entries:
+            if entry.manifest is not None and entry.manifest.uid == uid and "ranks" in entry.manifest.meta:
+                return entry.manifest
+        for entry in entries:
+            if entry.problem is not None:
+                raise entry.problem
+        raise CheckpointMissing(checkpoint=f"{checkpoint} of uid {uid}", path=self._root)
 
     async def base(self, job: str, uid: int, node_rank: int, full_every: int) -> dict[str, Any] | None:
         """The job's last image of a node rank, as the worker takes it, when the next one may refer to it."""
@@ -123,16 +136,22 @@ class Catalog:
         """Write a durable note about a job."""
         await self._worker.call("record", job=job, name=name, data=json.dumps(value))
 
-    async def first_run(self, job: str, after: str, excluded: str) -> None:
+    async def first_run(
+        self, job: str, after: str, excluded: str, outputs: Sequence[dict[str, Any]] = ()
+    ) -> None:
         """Remember when a job ran first: only checkpoints with an id from `after` on are its own. And the nodes
-        that its user excluded."""
-        await self.note(job, _ORIGIN, {"after": after, "excluded": excluded})
+        that its user excluded, and of a job that began with another's checkpoint its output files of then."""
+        await self.note(job, _ORIGIN, {"after": after, "excluded": excluded, "outputs": list(outputs)})
         for name in (_LATEST, _ENDED):
             await self._worker.call("record", job=job, name=name, delete=True)
 
     async def excluded(self, job: str) -> str:
         """Nodes that the user excluded when the job ran first."""
         return str((await self.record(job, _ORIGIN) or {}).get("excluded", ""))
+
+    async def first_outputs(self, job: str) -> list[dict[str, Any]]:
+        """Output files as they were when the job ran first, as OpenFile.as_dict made them."""
+        return list((await self.record(job, _ORIGIN) or {}).get("outputs", []))
 
     async def note_latest(self, job: str, checkpoint: str, *, left: bool = False) -> None:
         """Part of a commit: a set that is noted here and has gone later is missed, not forgotten. left: the job was

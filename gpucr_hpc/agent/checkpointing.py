@@ -168,6 +168,8 @@ class _Checkpoint:
                 "phases_s": self._timings.phases,
                 "began": self._began,
                 "timeouts": job.timeouts,
+                "paths_of": job.paths_of,
+                "shape": job.shape,
                 **spans,
             },
         )

@@ -61,6 +61,9 @@ class ProtectedJob:
         self.store_root = context.config.store.root
         self.excluded = ""
         self.user_recipients = ""
+        self.script = ""  # path of the batch script as the tree knows it
+        self.paths_of = job  # the job whose id is in the tree's paths: the one as which it was started
+        self.shape: dict[str, int] = {}  # tasks and processors of the whole job
         self.last: dict[str, Any] = {}
         self.gpu_word = False  # whether the user has been told how the job uses GPUs
         self.policy, self.times = Policy(), Times()
@@ -96,6 +99,9 @@ class ProtectedJob:
                 "supervisor": self._batch,
                 "excluded": self.excluded,
                 "user_recipients": self.user_recipients,
+                "script": self.script,
+                "paths_of": self.paths_of,
+                "shape": self.shape,
                 "last": self.last,
                 "gpu_word": self.gpu_word,
                 "policy": self.policy.as_dict(),
@@ -124,6 +130,8 @@ class ProtectedJob:
         self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
         self.store_root, self.last = state["store_root"], state["last"]
         self.excluded, self.user_recipients = state["excluded"], state.get("user_recipients", "")
+        self.script, self.paths_of = state.get("script", ""), state.get("paths_of", self.job)
+        self.shape = state.get("shape", {})
         self.gpu_word = state.get("gpu_word", False)
         self.policy, self.times = Policy.from_dict(state.get("policy", {})), Times(**state.get("times", {}))
         self.timeouts = state.get("timeouts", 0)

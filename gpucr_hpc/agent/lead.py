@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import checkpointing, gpuword, peers, recipients, restarting
+from gpucr_hpc.agent import batchscript, checkpointing, cloning, gpuword, peers, recipients, restarting
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.metrics import METRICS
@@ -111,6 +111,8 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
         job.policy = policy_of(supervisor.hello, job.context.config.agent)
         job.groups = Identity.of(supervisor.pid, job.uid, job.gid).groups
+        job.shape = {"tasks": info.tasks, "cpus": info.cpus}
+        job.script = await batchscript.path_of(supervisor.pid, job.context.node)
         await _take(job, supervisor, info)
         job.spawn(recipients.learn(job, supervisor))
     except Exception as error:
@@ -121,7 +123,10 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
             # A node was lost: the job may need one that it was kept away from at its last move.
             job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))
             await supervisor.refuse("", 1)
-        elif restarted and not isinstance(error, PermissionRefused | Refused):
+        elif supervisor.restores and not restarted:
+            code = error.exit_code if isinstance(error, GpucrError) else 1
+            await supervisor.refuse(f"checkpoint {supervisor.restores} is not restored: {error}", code)
+        elif restarted and (supervisor.restores or not isinstance(error, PermissionRefused | Refused)):
             await restarting.give_up(job, supervisor, str(error))
         elif job.context.config.agent.when_unprotected == "fail":
             await supervisor.refuse(f"this job cannot be protected: {error}", 1)
@@ -131,7 +136,9 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
 
 async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
     try:
-        if job.run == 0:
+        if job.run == 0 and job.policy.restore_from:
+            await cloning.restore(job, supervisor, info)
+        elif job.run == 0:
             await start(job, supervisor, info, "")
         else:
             await restarting.restart(job, supervisor, info)
@@ -165,6 +172,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     """Start the job from its beginning: capsules on all nodes, then the batch script."""
     info = info or await slurm.job(job.job)
     job.geometry = await geometry_of(info, None)
+    job.paths_of = job.job
     if job.run == 0:
         job.excluded = info.excluded_nodes
     job.run_dir.make(job.uid, job.gid)

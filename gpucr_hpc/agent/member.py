@@ -180,13 +180,13 @@ class MemberSession(Session):
     # --- restore ----------------------------------------------------------------------------------------
 
     async def do_restore_build(
-        self, job: str, node_rank: int, manifest: str, ran_on: bool, **fields: Any
+        self, job: str, node_rank: int, manifest: str, of: str, ran_on: bool, **fields: Any
     ) -> None:
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
         await self._clear(job)
         self._job = self._set_up(job, node_rank, fields)
-        decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=job)
+        decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=of)
         self._restore = self._job.restore = NodeRestore(self._job, decoded, ran_on=ran_on)
         await self._restore.build()
 

@@ -7,8 +7,11 @@ import contextlib
 import json
 import os
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpucr_hpc.agent import batchscript
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import Steps, environment_of
 from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
@@ -19,7 +22,7 @@ from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError, GpucrError, RestoreFailed
+from gpucr_hpc.errors import CoordinationError, GpucrError, PermissionRefused, RestoreFailed
 from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -37,12 +40,21 @@ _SUPERVISORS_LIMIT_S = 120.0
 class NodeRestore:
     """Build, run, open; or undo. The job's geometry, identity and run are set before.
 
-    ran_on: the job wrote on after this checkpoint, also to its output. After `build`, `report` has a line for each
+    The checkpoint may be another job's, of the same user. ran_on: the job wrote on after this checkpoint, also to its
+    output. outputs: the output files of this job as they were before another's checkpoint came. After `build`, `report`
+    has a line for each
     file that was rolled back; after `open` also for each GPU that was not seen at work.
     """
 
-    def __init__(self, job: ProtectedJob, manifest: Manifest, *, ran_on: bool = False) -> None:
-        self._job, self._manifest, self._ran_on = job, manifest, ran_on
+    def __init__(
+        self,
+        job: ProtectedJob,
+        manifest: Manifest,
+        *,
+        ran_on: bool = False,
+        outputs: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        self._job, self._manifest, self._ran_on, self._outputs = job, manifest, ran_on, list(outputs)
         self._worker: WorkerClient | None = None
         self._builder: Builder | None = None
         self._meta: dict[str, Any] = manifest.rank(job.node_rank)
@@ -56,6 +68,8 @@ class NodeRestore:
         job, context, manifest = self._job, self._job.context, self._manifest
         assert context.criu is not None
         assert isinstance(job.geometry, Geometry)
+        if manifest.uid != job.uid:
+            raise PermissionRefused(who=f"uid {job.uid}", action=f"restore {manifest.checkpoint} of uid {manifest.uid}")
         engine.check_host(self._meta, context.criu)
         await self._map_gpus()  # other or too few cards: refused before anything is made
         job.run_dir.make(job.uid, job.gid)
@@ -63,7 +77,7 @@ class NodeRestore:
         await self._worker.start(job.run_dir.images, stream.SERVE_SOCKET)
         await self._worker.call(
             "serve",
-            job=job.job,
+            job=manifest.job,
             checkpoint=manifest.checkpoint,
             entry=manifest.image(job.node_rank).as_dict(),
             key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
@@ -76,6 +90,7 @@ class NodeRestore:
         job.expected = job.tasks - {"batch"}
         job.set_phase(Phase.RESTORING)
         await reach(Point.CHECKED, job.job)
+        covers, binds = await self._old_paths()
         self._builder = await build(
             job.job,
             job.run_dir,
@@ -84,10 +99,29 @@ class NodeRestore:
             node_rank=job.node_rank,
             config=context.config.network,
             restore_above=engine.restore_above(self._meta),
+            covers=covers,
+            binds=binds,
         )
         job.capsule = self._builder.capsule
         job.save()
         await reach(Point.BUILT, job.job)
+
+    async def _old_paths(self) -> tuple[list[str], list[tuple[str, str]]]:
+        """Directories to cover and files to bind, so that a tree that was started as another job finds its paths."""
+        job, run_dir = self._job, self._job.run_dir
+        job.paths_of = str(self._manifest.meta.get("paths_of", self._manifest.job))
+        if job.paths_of == job.job:
+            return [], []
+        jobs = run_dir.path.parent
+        covers, binds = [str(jobs)], [(str(run_dir.path),) * 2, (run_dir.user, str(jobs / job.paths_of / "user"))]
+        if "script" in self._meta:
+            job.script = self._meta["script"]["path"]
+            run_dir.script.write_bytes(await self._extract(batchscript.SCRIPT_STREAM))
+            os.chown(run_dir.script, job.uid, job.gid)
+            run_dir.script.chmod(self._meta["script"]["mode"])
+            covers.append(str(Path(job.script).parent.parent))
+            binds.append((str(run_dir.script), job.script))
+        return covers, binds
 
     async def _map_gpus(self) -> dict[str, str]:
         """From the cards that the job saw to those that it has now."""
@@ -105,7 +139,9 @@ class NodeRestore:
         """
         job, policy = self._job, self._job.policy.files
         files = list(self._meta["files"])
-        if self._ran_on and policy is not FilesPolicy.KEEP:
+        if self._manifest.job != job.job and policy is not FilesPolicy.KEEP:
+            files += self._outputs
+        elif self._ran_on and policy is not FilesPolicy.KEEP:
             files += self._meta.get("outputs", [])
         if not files:
             return
@@ -137,15 +173,19 @@ class NodeRestore:
     async def saved_steps(self) -> list[dict[str, Any]]:
         """The steps that were under way, from the image of the first node; not in the manifest, since they hold
         the user's environment and the manifest is not encrypted."""
+        steps: list[dict[str, Any]] = json.loads(await self._extract(STEPS_STREAM))
+        return steps
+
+    async def _extract(self, name: str) -> bytes:
+        """A small stream of the image."""
         assert self._worker is not None
         read, write = pipe()
         loop = asyncio.get_running_loop()
         with open(read, "rb") as file:
             content = loop.run_in_executor(None, file.read)
             with open(write, "wb"):
-                await self._worker.call("extract", [write], name=STEPS_STREAM)
-            steps: list[dict[str, Any]] = json.loads(await content)
-        return steps
+                await self._worker.call("extract", [write], name=name)
+            return await content
 
     async def run(self) -> None:
         """Wait for the supervisors of the tasks that come back, then bring them back; the network stays locked."""

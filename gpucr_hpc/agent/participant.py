@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc.agent import shepherd
+from gpucr_hpc.agent import batchscript, shepherd
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
@@ -213,8 +213,12 @@ class LocalParticipant:
         if killed:
             raise CutNotPossible(job=job.job, reason=f"task {killed[0]} ended while the tree was being frozen")
         files = writable_files(frozen.processes, PRIVATE_DIRECTORIES)
+        script = self._script()
         about = summary.collect(frozen.processes, self._capsule.init_pid)
-        for name, content in {**self._extra(), summary.SUMMARY_STREAM: about}.items():
+        extra = {**self._extra(), summary.SUMMARY_STREAM: about}
+        if script is not None:
+            extra[batchscript.SCRIPT_STREAM] = script[0]
+        for name, content in extra.items():
             await add_bytes(self._worker, name, content)
         self.entry = await self._worker.call("seal")
         assert context.criu is not None
@@ -228,7 +232,19 @@ class LocalParticipant:
             "outputs": [f.as_dict() for f in self._outputs],
             "gpu": self._gpus.meta(),
         }
+        if script is not None:
+            self.meta["script"] = {"path": job.script, "mode": script[1]}
         self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
+
+    def _script(self) -> tuple[bytes, int] | None:
+        """Content and mode of the batch script, if it is here and can be had: only a new job would need it."""
+        if self._capsule.node_rank != 0 or not self._job.script:
+            return None
+        try:
+            return batchscript.read(self._capsule.inside(self._job.script), self._job.uid)
+        except OSError as error:
+            log.warning("image without the batch script", job=self._job.job, error=str(error))
+            return None
 
     def _collected(self, task: shepherd.Task) -> bool:
         """Whether a task has ended and Slurm knows it, by itself or with its whole step; the shepherd may still have

@@ -19,13 +19,14 @@ class Policy:
 
     interval_s: seconds from one checkpoint by the clock to the next, 0 for none. files: what happens at a restore to
     files that grew after the checkpoint. on_timeout: whether the job is checkpointed and requeued before its time
-    limit, at most `rounds` times.
+    limit, at most `rounds` times. restore_from: the checkpoint of another job from which this one goes on, "" for none.
     """
 
     interval_s: float = 0.0
     files: FilesPolicy = FilesPolicy.ROLLBACK
     on_timeout: bool = False
     rounds: int = 0
+    restore_from: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -38,12 +39,17 @@ class Policy:
         return cls(**fields | {"files": FilesPolicy(fields.get("files", FilesPolicy.ROLLBACK))})
 
 
+def options_of(hello: wire.Frame) -> dict[str, str]:
+    """The options of sbatch that only the agent understands."""
+    return dict(text.partition("=")[::2] for text in hello.all("OPTION"))
+
+
 def policy_of(hello: wire.Frame, config: AgentConfig) -> Policy:
     """Policy from a batch supervisor's HELLO; raise UsageError for an option that is none.
 
     An interval below the site's shortest is raised to it; what a user does not say, the site says.
     """
-    options = dict(text.partition("=")[::2] for text in hello.all("OPTION"))
+    options = options_of(hello)
     interval_s = parse_duration(hello.get("INTERVAL") or config.checkpoint_interval)
     if interval_s > 0:
         interval_s = max(interval_s, parse_duration(config.checkpoint_interval_min))
@@ -57,4 +63,5 @@ def policy_of(hello: wire.Frame, config: AgentConfig) -> Policy:
         files=files,
         on_timeout=options.get("timeout") == "yes",
         rounds=min(rounds, config.timeout_rounds),
+        restore_from=options.get("restore", ""),
     )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import lead
+from gpucr_hpc.agent import cloning, lead
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.noderestore import NodeRestore
@@ -59,9 +60,12 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
         job.excluded = await catalog.excluded(job.job)
         candidates, problems = await catalog.candidates(job.job, job.uid)
         left = await catalog.left_with(job.job)
+    if job.policy.restore_from and not candidates and not problems:
+        await cloning.restore(job, supervisor, info)
+        return
     for manifest in candidates:
         try:
-            await _persist(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
+            await persist(job, supervisor, manifest, info, ran_on=manifest.checkpoint != left, problems=problems)
             return
         except _AGAINST_SET as error:
             problems.append(f"checkpoint {manifest.checkpoint} is not used: {error}")
@@ -77,21 +81,24 @@ async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
     await lead.start(job, supervisor, info, "no checkpoint was made yet, the job starts from its beginning")
 
 
-async def _persist(
+async def persist(
     job: ProtectedJob,
     supervisor: Supervisor,
     manifest: Manifest,
     info: slurm.JobInfo,
     *,
-    ran_on: bool,
     problems: list[str],
+    ran_on: bool = False,
+    outputs: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Restore; when another node's agent is lost or a step does not start, undo everything and try again for a while:
+    """Restore; problems, outputs: as in _restore.
+
+    When another node's agent is lost or a step does not start, undo everything and try again for a while:
     agents are started anew. A node that is gone for good makes Slurm requeue the job."""
     deadline = time.monotonic() + _PERSIST_S
     while True:
         try:
-            await _restore(job, supervisor, manifest, info, ran_on=ran_on, problems=problems)
+            await _restore(job, supervisor, manifest, info, ran_on=ran_on, outputs=outputs, problems=problems)
             return
         except (CoordinationError, SlurmError) as error:
             if time.monotonic() > deadline:
@@ -137,8 +144,9 @@ async def _tell(job: ProtectedJob, supervisor: Supervisor, lines: list[str]) -> 
 class RemoteRestore:
     """Another node's part, over one connection: when that ends early, the node undoes by itself."""
 
-    def __init__(self, job: ProtectedJob, rank: int, peer: Peer, manifest: bytes, *, ran_on: bool) -> None:
-        self._job, self._rank, self._peer, self._manifest, self._ran_on = job, rank, peer, manifest, ran_on
+    def __init__(self, job: ProtectedJob, rank: int, peer: Peer, of: str, manifest: bytes, *, ran_on: bool) -> None:
+        self._job, self._rank, self._peer = job, rank, peer
+        self._of, self._manifest, self._ran_on = of, manifest, ran_on
 
     async def build(self) -> None:
         await self._peer.call(
@@ -146,6 +154,7 @@ class RemoteRestore:
             job=self._job.job,
             node_rank=self._rank,
             manifest=base64.b64encode(self._manifest).decode(),
+            of=self._of,
             ran_on=self._ran_on,
             **lead.member_fields(self._job),
         )
@@ -170,27 +179,31 @@ async def _restore(
     info: slurm.JobInfo,
     *,
     ran_on: bool,
+    outputs: Sequence[dict[str, Any]],
     problems: list[str],
 ) -> None:
     """Bring every node's part back. Barriers: all built, all trees restored with their networks locked, all open.
 
-    problems: of newer checkpoints; printed when the output has been rolled back, and before anything more comes.
+    outputs: output files of this job as they were before the set came, when that is another job's. problems: of newer
+    checkpoints, and other lines; printed when the output has been rolled back, and before anything more comes.
     """
     start, context = time.monotonic(), job.context
-    job.timeouts = manifest.meta.get("timeouts", 0)
+    own = manifest.job == job.job
+    job.timeouts = manifest.meta.get("timeouts", 0) if own else 0
     job.geometry = await lead.geometry_of(info, tuple(manifest.meta["names"]))
-    local = NodeRestore(job, manifest, ran_on=ran_on)
+    local = NodeRestore(job, manifest, ran_on=ran_on, outputs=outputs)
     parts: list[NodeRestore | RemoteRestore] = [local]
     try:
         for rank, peer in enumerate(await context.connector.open_all(job.job, job.geometry.others), 1):
             signed = manifest_file.encode(manifest.of_node(rank), context.signing_key)
-            parts.append(RemoteRestore(job, rank, peer, signed, ran_on=ran_on))
+            parts.append(RemoteRestore(job, rank, peer, manifest.job, signed, ran_on=ran_on))
         await _all(part.build() for part in parts)
         await _tell(job, supervisor, [*problems, *local.report])
         problems.clear()
         local.report.clear()
         # From now on the job writes more than this set knows: it is the latest, and not one that the job left with.
-        await Catalog(context, local.worker, job.store_root).note_latest(job.job, manifest.checkpoint)
+        if own:
+            await Catalog(context, local.worker, job.store_root).note_latest(job.job, manifest.checkpoint)
         await job.steps.relaunch(await local.saved_steps(), task_ranks(manifest))
         await reach(Point.STEPS_STARTED, job.job)
         await _all(part.run() for part in parts)
@@ -203,9 +216,10 @@ async def _restore(
             "from_node": manifest.meta["ranks"][0]["node"],
             "from_nodes": [rank["node"] for rank in manifest.meta["ranks"]],
         }
+        whose = "" if own else f"job {manifest.job} on "
         text = (
             f"restored on {','.join(job.geometry.nodes)} from checkpoint {manifest.checkpoint} of "
-            f"{','.join(job.last['from_nodes'])} in {format_duration(took_s)}"
+            f"{whose}{','.join(job.last['from_nodes'])} in {format_duration(took_s)}"
         )
         # This node last: as long as its journal says that the restore is under way, all begin it once more after a
         # death of this agent; from then on the others' parts are open too.
@@ -252,7 +266,7 @@ async def _undo(parts: list[NodeRestore | RemoteRestore]) -> None:
 
 async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> None:
     """No checkpoint could be restored: hold the job, or start it from scratch, as configured; never silently."""
-    if job.context.config.agent.on_restore_failure == "scratch":
+    if job.context.config.agent.on_restore_failure == "scratch" and not job.policy.restore_from:
         await lead.start(job, supervisor, None, f"not restored ({reason}); the job starts from its beginning")
         return
     message = f"not restored: {reason}. The job is held with its checkpoints kept; release it with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gpucr_hpc import wire
+from gpucr_hpc.agent.policy import options_of
 from gpucr_hpc.capsule.processes import start_time
 
 
@@ -36,7 +37,16 @@ class Supervisor:
     def gid(self) -> int:
         return self.channel.peer.gid
 
+    @property
+    def restores(self) -> str:
+        """The checkpoint of another job that this one is to go on from, "" as a rule."""
+        return options_of(self.hello).get("restore", "")
+
     async def run_unprotected(self, message: str) -> None:
+        """Let the command run in place; never a script that was submitted to have another job's checkpoint restored."""
+        if self.restores:
+            await self.refuse(f"checkpoint {self.restores} is not restored: {message}", 1)
+            return
         await self.channel.send(wire.make(wire.Type.RUN, MSG=message))
 
     async def refuse(self, message: str, exit_code: int) -> None:

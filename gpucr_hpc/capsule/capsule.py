@@ -160,11 +160,14 @@ async def build(
     node_rank: int,
     config: NetworkConfig,
     restore_above: int | None = None,
+    covers: Sequence[str] = (),
+    binds: Sequence[tuple[str, str]] = (),
 ) -> Builder:
     """Make network and namespaces for a job.
 
     run_dir exists (RunDir.make). restore_above: None starts a shepherd; a number prepares a restore, with new pids
-    above it. On any failure everything made is removed again and CapsuleError says which step failed.
+    above it. covers, binds: directories that are hidden but for what is bound there, and more (source, target) to bind.
+    On any failure everything made is removed again and CapsuleError says which step failed.
     """
     hostname = geometry.names[node_rank]
     restoring = restore_above is not None
@@ -182,7 +185,9 @@ async def build(
     ]
     for directory in PRIVATE_DIRECTORIES:
         argv += ["--private", directory]
-    for source, target in _binds():
+    for directory in covers:
+        argv += ["--cover", directory]
+    for source, target in (*_binds(), *binds):
         argv += ["--bind", f"{source}:{target}"]
     capsule = None
     try:

@@ -32,8 +32,13 @@ class RunDir:
         return self.path.name
 
     @property
+    def user(self) -> str:
+        """What belongs to the job's owner."""
+        return str(self.path / "user")
+
+    @property
     def shepherd_socket(self) -> str:
-        return str(self.path / "user" / "shepherd.sock")
+        return f"{self.user}/shepherd.sock"
 
     @property
     def images(self) -> Path:
@@ -58,6 +63,11 @@ class RunDir:
     def step_status(self, key: str) -> Path:
         """Result of a real srun, written by its wrapper as the user: text from the user, to be read as such."""
         return self.path / "user" / f"{key}.status"
+
+    @property
+    def script(self) -> Path:
+        """The batch script of the job whose checkpoint this one began with."""
+        return self.path / "script"
 
     @property
     def hosts(self) -> Path:

@@ -12,23 +12,32 @@ import typer
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import recipients
-from gpucr_hpc.cli import doctor_slurm, output
+from gpucr_hpc.cli import doctor_nodes, doctor_slurm, output
 from gpucr_hpc.cli.client import ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.engine.cuda import doctor as gpu_doctor
-from gpucr_hpc.errors import GpucrError
+from gpucr_hpc.errors import GpucrError, UsageError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trusted
 from gpucr_hpc.units import format_bytes
 
 _Finding = dict[str, Any]
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False) -> None:
+def doctor(
+    nodes: Annotated[str, typer.Option("--nodes", help="Check these nodes, such as n[1-64], over SSH.")] = "",
+    user: Annotated[str, typer.Option("--user", help="Log in there as this account.")] = "",
+    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+) -> None:
     """Check this node: configuration, CRIU, programs, keys, agent, store, and Slurm's live configuration.
 
     Exit code 0 when nothing stands against protected jobs, 10 otherwise.
     """
+    if nodes:
+        _of_nodes(nodes, user, json)
+        return
+    if user:
+        raise UsageError(reason="--user needs --nodes")
     findings = asyncio.run(_examine(load()))
     bad = [f for f in findings if not f["good"]]
     if json:
@@ -39,6 +48,23 @@ def doctor(json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] 
             if finding["advice"]:
                 print(f"      -> {finding['advice']}")
     if bad:
+        raise typer.Exit(10)
+
+
+def _of_nodes(text: str, user: str, json: bool) -> None:
+    names = asyncio.run(slurm.hostnames(text))
+    found = doctor_nodes.examine(names, user)
+    rows = doctor_nodes.rows(found)
+    good = all(finding["good"] for _, finding in rows)
+    if json:
+        output.as_json({"type": "doctor_nodes", "good": good, "nodes": found})
+    else:
+        lines = [
+            (asyncio.run(slurm.host_list(nodes)), "ok" if f["good"] else "FAIL", f["what"], f["detail"], f["advice"])
+            for nodes, f in rows
+        ]
+        output.table(("NODES", "STATE", "WHAT", "DETAIL", "ADVICE"), lines)
+    if not good:
         raise typer.Exit(10)
 
 

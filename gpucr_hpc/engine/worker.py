@@ -234,15 +234,18 @@ class Worker:
         assert self._reader is not None
         self._reader.copy_to_fd(name, fd)
 
-    def do_manifests(self, job: str | None = None) -> list[tuple[str, str, str]]:
-        """Job, checkpoint and manifest (base64) of every complete checkpoint, oldest first."""
+    def do_manifests(self, job: str | None = None, checkpoint: str | None = None) -> list[tuple[str, str, str]]:
+        """Job, checkpoint and manifest (base64) of every complete checkpoint, or those of a job or an id, oldest
+        first."""
         found = []
-        for owner, checkpoint in self.store.list(job):
+        for owner, name in self.store.list(job):
+            if checkpoint not in (None, name):
+                continue
             try:
-                data = self.store.read_manifest(owner, checkpoint)
+                data = self.store.read_manifest(owner, name)
             except GpucrError:
                 data = b""  # reported by whoever decodes it
-            found.append((owner, checkpoint, base64.b64encode(data).decode()))
+            found.append((owner, name, base64.b64encode(data).decode()))
         return found
 
     def do_replace_manifest(self, job: str, checkpoint: str, old: str, new: str) -> None:

@@ -100,6 +100,8 @@ LAYERS = {
         ("openmpi-bin", "python3-mpi4py", "gromacs"),
         "sed -i '/^btl_tcp_if_include/d' $1/etc/openmpi/openmpi-mca-params.conf",
     ),
+    # `gpucr doctor --nodes`: Fabric, and servers for it to reach.
+    "ssh": Layer("ssh", ("openssh-server", "openssh-client", "python3-fabric")),
 }
 
 

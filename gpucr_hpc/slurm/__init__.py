@@ -2,7 +2,16 @@
 
 from gpucr_hpc.slurm.control import comment, forgive, keep_away, requeue, requeue_hold
 from gpucr_hpc.slurm.nodes import all_nodes, drain, jobs_on, node_states, running_jobs, undrain
-from gpucr_hpc.slurm.query import JobInfo, config, enough_free_elsewhere, hostnames, job, node_addresses, partitions
+from gpucr_hpc.slurm.query import (
+    JobInfo,
+    config,
+    enough_free_elsewhere,
+    host_list,
+    hostnames,
+    job,
+    node_addresses,
+    partitions,
+)
 
 __all__ = [
     "JobInfo",
@@ -12,6 +21,7 @@ __all__ = [
     "drain",
     "enough_free_elsewhere",
     "forgive",
+    "host_list",
     "hostnames",
     "job",
     "jobs_on",

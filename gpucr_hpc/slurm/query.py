@@ -33,6 +33,7 @@ class JobInfo:
     excluded_nodes: str
     required_nodes: str
     cpus: int
+    tasks: int
     is_het: bool
     requeueable: bool
 
@@ -99,6 +100,7 @@ def job_of(record: dict[str, Any]) -> JobInfo:
         excluded_nodes=record.get("excluded_nodes") or "",
         required_nodes=record.get("required_nodes") or "",
         cpus=_number(record.get("cpus")),
+        tasks=_number(record.get("tasks")),
         is_het=_number(record.get("het_job_id")) > 0,
         requeueable=bool(record.get("requeue", False)),
     )
@@ -117,6 +119,12 @@ async def hostnames(text: str) -> list[str]:
     if done.status != 0:
         raise SlurmError(reason=f"cannot expand {text!r}: {done.stderr.strip()}")
     return done.stdout.split()
+
+
+async def host_list(nodes: list[str]) -> str:
+    """The short form of names, such as "n[1-3,7]"."""
+    done = await _scontrol("show", "hostlistsorted", ",".join(nodes))
+    return done.stdout.strip() if done.status == 0 else ",".join(nodes)
 
 
 async def node_addresses(nodes: list[str]) -> list[str]:

@@ -304,6 +304,24 @@ def configured(lab: Lab, extra: str, nodes: Sequence[str] = ()) -> Iterator[None
             kill_agent(lab, node, "TERM")
 
 
+@contextmanager
+def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
+    """One more line in every slurm.conf while the test runs."""
+    paths = [lab.root(node) / "etc/slurm/slurm.conf" for node in lab.nodes()]
+    before = paths[0].read_text()
+    try:
+        for path in paths:
+            path.write_text(before + line + "\n")
+        lab.exec("ctl", ["scontrol", "reconfigure"])
+        lab.wait_ready(lab.nodes()[1:])
+        yield
+    finally:
+        for path in paths:
+            path.write_text(before)
+        lab.exec("ctl", ["scontrol", "reconfigure"])
+        lab.wait_ready(lab.nodes()[1:])
+
+
 def each(orders: Iterable[Callable[[], Any]]) -> list[Any]:
     """Carry out several orders at the same time; their results, or the first error."""
     orders = list(orders)

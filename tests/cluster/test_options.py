@@ -6,30 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jobs import JobRun, agent_back, agent_pid, bench, configured, each
+from jobs import JobRun, agent_back, agent_pid, bench, configured, each, slurm_setting
 from programs import count
 
 from gpucr_hpc.lab import conf
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import USERS
-
-
-@contextmanager
-def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
-    """One more line in every slurm.conf while the test runs."""
-    paths = [lab.root(node) / "etc/slurm/slurm.conf" for node in lab.nodes()]
-    before = paths[0].read_text()
-    try:
-        for path in paths:
-            path.write_text(before + line + "\n")
-        lab.exec("ctl", ["scontrol", "reconfigure"])
-        lab.wait_ready(lab.nodes()[1:])
-        yield
-    finally:
-        for path in paths:
-            path.write_text(before)
-        lab.exec("ctl", ["scontrol", "reconfigure"])
-        lab.wait_ready(lab.nodes()[1:])
 
 
 def test_task_prolog(lab: Lab) -> None:

@@ -293,12 +293,16 @@ def test_no_agent(lab: Lab) -> None:
     lab.socket.unlink()
     run = lab.task("sh", "-c", "grep SigBlk /proc/self/status; exit 2")
     fail = lab.task("true", options=("--when-unprotected", "fail"))
+    restore = lab.task("echo", "begun", options=("--option", "restore=20261127T232501Z-3f9a"))
     out, err = run.communicate(timeout=LIMIT_S)
     assert (2, b"SigBlk:\t0000000000000000\n") == (run.returncode, out)
     assert err.startswith(b"gpucr: agent not reachable at /run/") and err.endswith(
         b"this job runs without protection\n"
     )
     assert 1 == fail.wait(LIMIT_S)
+    out, err = restore.communicate(timeout=LIMIT_S)
+    assert (1, b"") == (restore.returncode, out)
+    assert err.endswith(b"nothing is restored without it\n")
 
 
 def test_restarted_job_waits_for_the_agent(lab: Lab) -> None:

@@ -202,6 +202,28 @@ def test_cookie_and_bind(lab: Lab) -> None:
     assert "real\n" == (lab.dir / "link").read_text()
 
 
+def test_cover(lab: Lab) -> None:
+    """Below a covered directory there is only what is bound, files and directories, their sources among them."""
+    site, user = lab.dir / "site", lab.dir / "user"
+    (site / "7").mkdir(parents=True)
+    (site / "7/file").write_text("seven\n")
+    (site / "other").mkdir()
+    binds = [f"{site}/7:{site}/7", f"{user}:{site}/4/user", f"{site}/7/file:{site}/4/spool/script"]
+    asked = [word for bind in binds for word in ("--bind", bind)]
+    assert Type.READY == lab.capsule("--cover", str(site), *asked).type
+    (user / "there").touch()
+    task, agent = lab.start("sh", "-c", f"cd {site}; find . | sort; cat 4/spool/script; touch x 4/x 2>&1 | wc -l")
+    lines = finish(task, agent)[1].decode().split()
+    seen = [".", "./4", "./4/spool", "./4/spool/script", "./4/user", "./4/user/shepherd.sock", "./4/user/there"]
+    assert [*seen, "./7", "./7/file", "seven", "2"] == lines
+    assert ["7", "other"] == sorted(path.name for path in site.iterdir())
+
+
+def test_cover_that_is_not_there_is_named(lab: Lab) -> None:
+    failed = lab.capsule("--cover", "/no/such/directory")
+    assert "/no/such/directory: No such file or directory" in failed.get("MSG")
+
+
 def test_bind_that_fails_is_named(lab: Lab) -> None:
     failed = lab.capsule("--bind", "/dev/null:/no/such/file")
     assert Type.FAILED == failed.type

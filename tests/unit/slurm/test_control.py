@@ -27,6 +27,7 @@ PENDING = query.JobInfo(
     excluded_nodes="n9,n1",
     required_nodes="",
     cpus=1,
+    tasks=1,
     is_het=False,
     requeueable=True,
 )
