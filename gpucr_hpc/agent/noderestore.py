@@ -199,6 +199,8 @@ class NodeRestore:
             raise CoordinationError(
                 job=job.job, reason=f"on {job.context.node} the steps did not start again: {missing}"
             ) from None
+        if not self._builder.capsule.alive():
+            raise CoordinationError(job=job.job, reason=f"on {job.context.node} it died before its tree was back")
         steps = [s for key, s in sorted(job.supervisors.items()) if key != "batch"]
         first = job.supervisors.get("batch") or (steps[0] if steps else None)
         if first is not None:

@@ -171,7 +171,9 @@ async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:
     try:
         return {"ok": await session.request(str(message["do"]), message["fields"])}
     except GpucrError as error:
-        return {"error": {"id": type(error).__name__, "fields": {k: str(v) for k, v in error.fields.items()}}}
+        # Numbers stay numbers: some sentences round them.
+        fields = {k: v if isinstance(v, int | float) else str(v) for k, v in error.fields.items()}
+        return {"error": {"id": type(error).__name__, "fields": fields}}
     except Exception as error:
         log.exception("request failed")
         return {"error": {"id": "GpucrError", "fields": {"reason": repr(error)}}}

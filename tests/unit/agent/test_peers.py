@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import string
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from gpucr_hpc import errors
 from gpucr_hpc.agent import peers
 from gpucr_hpc.agent.peers import Connector, Peer, Session
-from gpucr_hpc.errors import PeerLost, StoreFull
+from gpucr_hpc.errors import GpucrError, PeerLost, StoreFull
 from gpucr_hpc.image.keys import SigningKey
 
 KEY, FOREIGN = SigningKey(bytes(range(32))), SigningKey(bytes(32))
+
+
+def kinds() -> list[type[GpucrError]]:
+    """Every error that is made of its fields alone."""
+    found = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, GpucrError)]
+    return [kind for kind in found if "__init__" not in vars(kind) or kind is GpucrError]
 
 
 class Recorder(Session):
@@ -172,3 +181,19 @@ def test_a_foreign_key_is_refused() -> None:
         server.close()
 
     asyncio.run(case())
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_every_error_is_the_same_sentence_on_the_other_side(kind: type[GpucrError]) -> None:
+    """Numbers that a sentence rounds among them: an error that cannot be shown ends a connection instead."""
+    template = (kind.__doc__ or "") + kind.hint
+    formats = {name: spec for _, name, spec, _ in string.Formatter().parse(template) if name}
+    error = kind(**{name: 2.5 if spec else f"the {name}" for name, spec in formats.items()})
+
+    class Failing(Session):
+        async def do_fail(self) -> None:
+            raise error
+
+    answer = json.loads(json.dumps(asyncio.run(peers._answer(Failing(), {"do": "fail", "fields": {}}))))
+    built = getattr(errors, answer["error"]["id"])(**answer["error"]["fields"])
+    assert (type(built), str(built), built.advice()) == (kind, str(error), error.advice())
