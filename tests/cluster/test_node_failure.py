@@ -14,7 +14,7 @@ from gpucr_hpc.lab.wait import wait_until
 def lose(lab: Lab, job: JobRun, node: str, restarts: int = 1) -> None:
     """Switch a node of the job off; returns when the job is restored. Earlier words of gpucr are in the tail then."""
     lab.kill(node)
-    job.running(restarts, timeout_s=200).says("gpucr: restored on", timeout_s=30)
+    job.running(restarts, timeout_s=200).says("gpucr: restored on", timeout_s=90)
     assert node not in lab.hostnames(job.info["nodes"])
 
 
@@ -48,7 +48,7 @@ def test_mpi_job_loses_one_of_its_nodes(lab: Lab, which: int) -> None:
     job.checkpoint()
     job.says("iteration 100 of")
     lose(lab, job, lab.hostnames(job.info["nodes"])[which])
-    job.end(timeout_s=120)
+    job.end(timeout_s=240)
     lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
     assert [f"iteration {n} of 700" for n in range(0, 700, 50)] == lines
     assert any(line.startswith("RESULT") for line in job.out.splitlines())
