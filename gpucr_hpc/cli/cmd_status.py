@@ -17,6 +17,7 @@ from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
 from gpucr_hpc.units import format_bytes, format_duration
 
+_WIDE = 250  # columns of a table that goes into a file or a pipe: nothing is cut off
 _HEAD = ("JOB", "USER", "NODES", "STATE", "RUN", "LAST CHECKPOINT", "AGE", "SIZE", "FROZE", "TOOK", "DONE", "LEFT")
 
 
@@ -45,12 +46,15 @@ def top(
 ) -> None:
     """The same of all nodes, again and again, until Ctrl-C; one table after another when stdout is no terminal."""
     console = Console()
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if not console.is_terminal:
+        console = Console(width=_WIDE)
+        while True:  # Live would keep all but the last to itself
+            console.print(_drawn(ask("status", everywhere=True)["nodes"]))
+            sys.stdout.flush()
+            time.sleep(interval)
+    with Live(console=console, auto_refresh=False, screen=True) as live:
         while True:
-            nodes = ask("status", everywhere=True)["nodes"]
-            live.update(_drawn(nodes), refresh=True)
-            if not console.is_terminal:
-                sys.stdout.flush()
+            live.update(_drawn(ask("status", everywhere=True)["nodes"]), refresh=True)
             time.sleep(interval)
 
 

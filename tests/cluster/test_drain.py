@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from jobs import bench
+import pytest
+from jobs import LONG, bench
 from programs import count
 
 from gpucr_hpc.lab.cluster import Lab
+from gpucr_hpc.lab.nodes import CHECKOUT
+from gpucr_hpc.lab.wait import wait_until
 
 WAIT = "echo begun; until [ -e go ]; do sleep 0.1; done; echo done"
 
@@ -17,6 +23,15 @@ def drain(lab: Lab, by: str, *argv: str, check: bool = True) -> tuple[int, dict[
     """`gpucr drain` given at a node; its exit code and report."""
     done = lab.exec(by, ["gpucr", "drain", *argv, "--reason", "test", "--json"], check=check, timeout_s=150)
     return done.status, json.loads(done.stdout)
+
+
+@contextmanager
+def only(lab: Lab, *nodes: str) -> Iterator[None]:
+    """Jobs that are submitted now start on these nodes, and may go to any later."""
+    others = ",".join(node for node in lab.nodes()[1:] if node not in nodes)
+    lab.exec("ctl", ["scontrol", "update", f"nodename={others}", "state=drain", "reason=test"])
+    yield
+    lab.exec("ctl", ["scontrol", "update", f"nodename={others}", "state=resume"])
 
 
 def states(report: dict[str, Any]) -> dict[str, str]:
@@ -58,6 +73,75 @@ def test_one_that_cannot_move_is_named(lab: Lab) -> None:
     assert "trace" in left["detail"]
     assert not job.over
     job.cancel()
+
+
+def test_killed_in_the_middle_and_given_again(lab: Lab) -> None:
+    """The second command deals with what the first has left; what an agent had begun is not done twice."""
+    at = bench(lab, "drain-killed")
+    with only(lab, "n1"):
+        jobs = [at.submit(count(name), name=name).says("line 1\n") for name in ("one", "two")]
+    script = "echo $$ >/run/drain.pid; exec gpucr drain n1 --reason test --parallel 1"
+    command = subprocess.Popen(lab.exec_argv("n2", ["sh", "-c", script]), stdout=subprocess.DEVNULL)
+    wait_until(lambda: any("the job leaves n1" in job.raw for job in jobs), 60, "the first to leave")
+    lab.exec("n2", ["sh", "-c", "kill -9 $(cat /run/drain.pid)"])
+    assert command.wait(30) != 0
+    assert "drain" in lab.node_states()["n1"]
+    status, report = drain(lab, "n3", "n1", "--deadline", "60s")
+    assert (status, report["empty"]) == (0, True)
+    for job in jobs:
+        job.back(1).whole()
+        assert (job.restarts, job.raw.count("the job leaves n1")) == (1, 1)
+
+
+def test_batches(lab: Lab) -> None:
+    """One node after the other is emptied, worked on while nothing runs there, and given back."""
+    at = bench(lab, "drain-batches")
+    jobs = []
+    for node in ("n1", "n2"):
+        with only(lab, node):
+            jobs.append(at.submit(count(node), name=node).says("line 1\n"))
+    work = f"squeue --noheader --states=running --nodelist=$NODES >>{at.inside}/seen; echo $NODES >>{at.inside}/done"
+    status, report = drain(lab, "n3", "n[1-2]", "--batch", "1", "--deadline", "100s", "--then", work)
+    assert (status, report["empty"]) == (0, True)
+    assert [(at.directory / name).read_text() for name in ("done", "seen")] == ["n1\nn2\n", ""]
+    assert not {"drain", "drained"} & {lab.node_states()[node] for node in ("n1", "n2")}
+    for job in jobs:
+        job.back(1).whole()
+
+
+@pytest.mark.skipif(not LONG, reason="a minute more: GPUCR_TEST_LONG=1; also in scripts/demo --drain")
+def test_a_node_with_six_protected_jobs_and_another(lab: Lab) -> None:
+    """Two MPI jobs of two nodes among them: the node is empty before the deadline, and every result is right."""
+    at = bench(lab, "drain-seven")
+    at.put("ring.c", (CHECKOUT / "examples/ring.c").read_text())
+    ring = (CHECKOUT / "examples/ring.sh").read_text().replace('"$@"', "400 50000").replace("cd ", "cd . #")
+    lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=force:4"])
+    try:
+        with only(lab, "n1", "n2"):
+            words = ("-N", "2", "-n", "2", "--ntasks-per-node=1")
+            rings = [at.submit(ring, *words, name=f"ring{n}").running() for n in range(2)]
+        with only(lab, "n1"):
+            singles = [at.submit(count(f"one{n}"), name=f"one{n}").says("line 1\n") for n in range(4)]
+            plain = at.submit(WAIT, name="plain", protected=False).says("begun\n")
+        for job in rings:
+            job.says("iteration 50 of", timeout_s=120)
+        for job in [*rings, *singles, plain]:
+            assert "n1" in lab.hostnames(job.info["nodes"])
+        options = ("--others", "requeue", "--deadline", "120s")
+        status, report = drain(lab, "n3", "n1", *options)
+        assert (status, report["empty"], report["took_s"] < 120) == (0, True, True)
+        assert states(report) == {str(job.id): "left" for job in [*rings, *singles, plain]}
+        for job in singles:
+            job.back(1, timeout_s=120).whole()
+        for job in rings:
+            job.back(1, timeout_s=120).end(timeout_s=200)
+            lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
+            assert lines == [f"iteration {n} of 400" for n in range(0, 400, 50)]
+        assert len({line for job in rings for line in job.out.splitlines() if line.startswith("RESULT")}) == 1
+        (at.directory / "go").touch()
+        plain.end()
+    finally:
+        lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=no"])
 
 
 # A child that its parent traces: a debugger.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import openmm_wheel
 import pytest
-from jobs import Bench, JobRun, bench
+from jobs import LONG, Bench, JobRun, bench
+from test_node_failure import lose
 
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import CHECKOUT
@@ -91,3 +92,22 @@ def test_folding_moves(lab, openmm):
     moved, plain = moved_and_undisturbed(lab, ["folding.sh", "1200"], "step 200 of", PYTHONPATH=openmm)
     assert result(plain) == result(moved)
     assert plain.out == moved.out
+
+
+@pytest.mark.skipif(not LONG, reason="a minute more: GPUCR_TEST_LONG=1")
+def test_folding_survives_its_node(lab, openmm):
+    """From the last checkpoint on another node to the same protein, each line of the output once."""
+    at = bench(lab, "folding-lost")
+    for name in ("folding.sh", "folding.py"):
+        at.put(name, (EXAMPLES / name).read_text())
+    places = {"lost": ["-x", "n4"], "plain": ["-w", "n4"]}  # the undisturbed one is not to lose its node, too
+    lost, plain = (
+        submit(at, name, [*place, "folding.sh", "1200"], {"PYTHONPATH": openmm}) for name, place in places.items()
+    )
+    lost.running().says("step 200 of").checkpoint()
+    lost.says("step 300 of")
+    lose(lab, lost, lost.node)
+    for job in (lost, plain):
+        job.end(timeout_s=200)
+    assert result(plain) == result(lost)
+    assert plain.out == lost.out

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jobs import Bench, JobRun, bench
+import pytest
+from jobs import LONG, Bench, JobRun, bench
 from programs import PAIR, count, pair
 
 from gpucr_hpc.lab.cluster import Lab
@@ -59,6 +60,7 @@ def test_while_the_first_runs_and_after(lab: Lab) -> None:
     assert third.out.splitlines()[-1] == f"a step of {first.id}"
 
 
+@pytest.mark.skipif(not LONG, reason="a minute more: GPUCR_TEST_LONG=1")
 def test_node_failure_before_it_has_a_set_of_its_own(lab: Lab) -> None:
     """It begins with the same set again, and its output has each line once."""
     at = bench(lab, "clone-lost")
