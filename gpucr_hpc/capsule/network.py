@@ -1,16 +1,14 @@
-"""The job's network on one node: a namespace with a stable virtual address, a lock, and a way out by NAT.
+"""The job's network on one node: a namespace with a stable virtual address, and a lock.
 
 The address depends on the node rank alone, so that sockets can be bound again after a move. The nodes of a job are
 joined by a VXLAN of its own with fixed neighbours: no multicast, no learning, nothing that another job could hear.
-Packets to the site leave through a veth pair; the capsule's address is rewritten inside the namespace and once more by
-the node, so many jobs can use the same virtual addresses.
+Packets to the site leave by a namespace of their own (`capsule.wayout`), so nothing looks at those between the nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import ipaddress
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,35 +20,20 @@ from pyroute2 import IPRoute, NetNS
 from pyroute2 import netns as namespaces
 from pyroute2.netlink.exceptions import NetlinkError
 
+from gpucr_hpc.capsule import wayout
+from gpucr_hpc.capsule.wayout import NAMESPACES, PERMANENT, nft, remove_namespace
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, GpucrError
-from gpucr_hpc.proc import clean_env, run_async
 
 INTERFACE = "job0"
+_PREFIX = "gpucr-"
 _TUNNEL_BYTES = 50  # outer Ethernet, IPv4, UDP and VXLAN headers (RFC 7348)
-_PERMANENT = 128  # NUD_PERMANENT, rtnetlink(7)
-_LINK = 253  # RT_SCOPE_LINK, rtnetlink(7)
-_NO_IPV6 = {"attrs": [("AF_INET6", {"attrs": [("IFLA_INET6_ADDR_GEN_MODE", 1)]})]}  # no link-local address
 _CRIU_MARK = 0xC114  # CRIU's own repair packets carry it (criu/netfilter.c)
-_UPLINKS = ipaddress.ip_network("100.64.128.0/17")  # shared address space (RFC 6598), /30 for each job of a node
-_UPLINK_SLOTS = 8192
 
 _LOCK = f"""
 table inet gpucr_lock {{
   chain input {{ type filter hook input priority -400; policy drop; meta mark {_CRIU_MARK:#x} accept; }}
   chain output {{ type filter hook output priority -400; policy drop; meta mark {_CRIU_MARK:#x} accept; }}
-}}
-"""
-_NAT_INSIDE = """
-table ip gpucr_nat {{
-  chain post {{ type nat hook postrouting priority srcnat; oifname "uplink" snat to {address}; }}
-}}
-"""
-_NAT_HOST = f"""
-table ip gpucr_host
-delete table ip gpucr_host
-table ip gpucr_host {{
-  chain post {{ type nat hook postrouting priority srcnat; ip saddr {_UPLINKS} masquerade; }}
 }}
 """
 
@@ -83,11 +66,11 @@ class Geometry:
 
 
 def namespace_name(job: str) -> str:
-    return f"gpucr-{job}"
+    return _PREFIX + job
 
 
 def namespace_path(job: str) -> Path:
-    return Path("/run/netns") / namespace_name(job)
+    return NAMESPACES / namespace_name(job)
 
 
 def address(config: NetworkConfig, node_rank: int) -> str:
@@ -106,16 +89,10 @@ def _mac(node_rank: int) -> str:
     return "02:67:70:" + ":".join(f"{node_rank >> shift & 255:02x}" for shift in (16, 8, 0))
 
 
-async def _nft(rules: str, job: str | None = None) -> None:
-    inside = [] if job is None else ["nsenter", f"--net={namespace_path(job)}"]
-    (await run_async([*inside, "nft", "-f", "-"], stdin=rules, timeout_s=20, env=clean_env())).check()
-
-
 async def prepare_host(config: NetworkConfig) -> None:
     """Once per start of the agent: address translation for capsules on the node's side."""
     if config.nat:
-        await _nft(_NAT_HOST)
-        Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+        await wayout.prepare_node()
 
 
 async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, *, locked: bool) -> None:
@@ -127,10 +104,10 @@ async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkCo
     try:
         await asyncio.to_thread(namespaces.create, namespace_name(job))
         if locked:
-            await _nft(_LOCK, job)
-        seen_as = await asyncio.to_thread(_configure, job, node_rank, geometry, config)
-        if seen_as:
-            await _nft(_NAT_INSIDE.format(address=seen_as), job)
+            await lock(job)
+        await asyncio.to_thread(_configure, job, node_rank, geometry, config)
+        if config.nat:
+            await wayout.create(job, namespace_name(job), address(config, node_rank))
     except (GpucrError, NetlinkError, OSError) as error:
         await remove(job)
         raise CapsuleError(job=job, node=geometry.nodes[node_rank], reason=f"no network: {error}") from None
@@ -143,8 +120,8 @@ def _netlink(job: str) -> Iterator[tuple[Any, Any]]:
         yield host, inside
 
 
-def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> str:
-    """Everything but the packet filter; the address as which the node sees the capsule, empty without a way out."""
+def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> None:
+    """Loopback, address, tunnel."""
     network = ipaddress.ip_network(config.subnet)
     own = address(config, node_rank)
     with _netlink(job) as (host, inside):
@@ -156,11 +133,10 @@ def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConf
             for rank, node_address in enumerate(geometry.addresses):
                 if rank != node_rank:
                     peer = address(config, rank)
-                    inside.neigh("replace", dst=peer, lladdr=_mac(rank), ifindex=index, state=_PERMANENT)
+                    inside.neigh("replace", dst=peer, lladdr=_mac(rank), ifindex=index, state=PERMANENT)
                     inside.fdb("append", ifindex=index, lladdr=_mac(rank), dst=node_address)
         else:
             inside.addr("add", index=1, address=own, prefixlen=32)
-        return _add_uplink(job, own, host, inside) if config.nat else ""
 
 
 def tunnel_id(config: NetworkConfig, job: str) -> int:
@@ -204,62 +180,19 @@ def _mtu_towards(host: Any, local: str) -> int:
     return 1500
 
 
-def _take_slot(job: str, outside: int, host: Any) -> tuple[str, str]:
-    """Next hop of a capsule's way out, which no interface has, and the capsule's address as the node sees it, with the
-    node's route to it. The kernel refuses a second route to an address: so jobs whose numbers lie 8192 apart do not
-    meet."""
-    for probe in range(_UPLINK_SLOTS):
-        slot = (int(job) + probe) % _UPLINK_SLOTS
-        gateway, seen_as = str(_UPLINKS[slot * 4 + 1]), str(_UPLINKS[slot * 4 + 2])
-        try:
-            host.route("add", dst=f"{seen_as}/32", oif=outside, scope=_LINK)
-        except NetlinkError as error:
-            if error.code != errno.EEXIST:
-                raise
-            continue
-        return gateway, seen_as
-    raise OSError(errno.EADDRINUSE, f"all {_UPLINK_SLOTS} addresses of {_UPLINKS} are taken")
-
-
-def _add_uplink(job: str, own: str, host: Any, inside: Any) -> str:
-    """The way out; returns the capsule's address as the node sees it.
-
-    Neither end has an address, so that no library takes it for a network (UCX lists every interface that has one, in
-    this job and in any other job of the node); routes and neighbours are fixed instead.
-    """
-    name = _uplink(job)
-    host.link("add", ifname=name, kind="veth", peer={"ifname": "uplink", "net_ns_fd": namespace_name(job)})
-    (outside,) = host.link_lookup(ifname=name)
-    (uplink,) = inside.link_lookup(ifname="uplink")
-    host.link("set", index=outside, state="up", IFLA_AF_SPEC=_NO_IPV6)
-    inside.link("set", index=uplink, state="up", IFLA_AF_SPEC=_NO_IPV6)
-    gateway, seen_as = _take_slot(job, outside, host)
-    host_mac = host.get_links(outside)[0].get_attr("IFLA_ADDRESS")
-    inside_mac = inside.get_links(uplink)[0].get_attr("IFLA_ADDRESS")
-    host.neigh("replace", dst=seen_as, lladdr=inside_mac, ifindex=outside, state=_PERMANENT)
-    inside.neigh("replace", dst=gateway, lladdr=host_mac, ifindex=uplink, state=_PERMANENT)
-    inside.route("add", dst=f"{gateway}/32", oif=uplink, scope=_LINK, prefsrc=own)
-    inside.route("add", dst="default", gateway=gateway, oif=uplink, prefsrc=own)
-    return seen_as
-
-
-def _uplink(job: str) -> str:
-    return f"gpucr{job}"[:15]
-
-
 async def lock(job: str) -> None:
     """Let no packet in or out but CRIU's own: while one side of a connection is frozen or missing, a packet
     would be answered with a reset or acknowledged by a socket whose state is already written."""
-    await _nft(_LOCK, job)
+    await nft(_LOCK, namespace_name(job))
 
 
 async def unlock(job: str) -> None:
     """Open the network again; an open one stays open."""
-    await _nft("table inet gpucr_lock\ndelete table inet gpucr_lock\n", job)
+    await nft("table inet gpucr_lock\ndelete table inet gpucr_lock\n", namespace_name(job))
 
 
 async def remove(job: str) -> None:
-    """Remove the namespace with its devices; one that is gone is no error."""
+    """Remove the namespaces with their devices; one that is gone is no error."""
     await asyncio.to_thread(_remove, job)
 
 
@@ -269,24 +202,15 @@ def _remove(job: str) -> None:
             # The namespace is taken apart some time after its end; the tunnel's number must be free at once.
             for index in inside.link_lookup(ifname=INTERFACE):
                 inside.link("del", index=index)
-        try:
-            namespaces.remove(namespace_name(job))
-        except OSError:
-            if namespace_path(job).exists():
-                raise
-    with IPRoute() as host:  # the pair goes with the namespace, but not at once
-        for index in host.link_lookup(ifname=_uplink(job)):
-            try:
-                host.link("del", index=index)
-            except NetlinkError:
-                continue
+        remove_namespace(namespace_name(job))
+    wayout.remove(job)
 
 
-def existing() -> list[str]:
-    """Job ids that have a namespace on this node."""
-    if not Path("/run/netns").is_dir():
-        return []
-    return [p.name.removeprefix("gpucr-") for p in Path("/run/netns").iterdir() if p.name.startswith("gpucr-")]
+def existing() -> set[str]:
+    """Job ids that have a namespace on this node, be it the way out alone."""
+    names = [path.name for path in NAMESPACES.glob("*")]
+    prefixes = (_PREFIX, wayout.PREFIX)
+    return {name.removeprefix(p) for name in names for p in prefixes if name.startswith(p)}
 
 
 def resolver_file(candidates: Sequence[str] = ("/etc/resolv.conf", "/run/systemd/resolve/resolv.conf")) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +15,34 @@ from gpucr_hpc.config import NetworkConfig
 
 _TWO = """
 from pyroute2 import IPRoute
-from gpucr_hpc.capsule import network
+from gpucr_hpc.capsule import wayout
 with IPRoute() as host:
     for job in ("1", "8193", "8194"):
         host.link("add", ifname=f"d{job}", kind="veth", peer=f"p{job}")
         (index,) = host.link_lookup(ifname=f"d{job}")
         host.link("set", index=index, state="up")
-        print(network._take_slot(job, index, host)[1])
+        print(wayout._take_slot(job, index, host)[1])
 """
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)")
+def test_only_what_leaves_a_job_is_tracked() -> None:
+    """Jobs with one address reach the node as two; no connection inside a job is tracked; nothing is left."""
+    program = Path(__file__).with_name("two_jobs.py")
+    mount = "mount -t tmpfs tmpfs /run && mkdir /run/netns && exec \"$@\""
+    own_namespaces = ["unshare", "--net", "--mount", "sh", "-c", mount, "sh"]
+    command = [*own_namespaces, sys.executable, "-c", program.read_text()]  # `-c`: it finds the package as we do
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    for job, address in (("5", "100.64.128.22"), ("6", "100.64.128.26")):
+        assert found[job]["seen_in_node"] == address
+        assert found[job]["seen_in_job"] == "10.200.0.1"
+        assert found[job]["tracked_in_job"] == 0
+        assert found[job]["tracked_on_the_way"] > 0
+    assert found["existing"] == ["5", "6"]
+    assert found["half_gone"] == ["6"]
+    assert (found["links"], found["namespaces"]) == (["lo"], [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a network namespace)")
