@@ -2,8 +2,8 @@
 
 usage: network_pair.py ROUNDS TURN_FILE ME OTHER SEGMENT_BYTES. Rank 1 sends, rank 0 answers. Rank 1 waits for its turn
 before each round: the first byte of TURN_FILE is ME; afterwards it writes OTHER there. So a protected and an
-unprotected pair take turns on the same nodes. Each round prints the bytes a second of one long transfer and the median
-round trip of short messages; both with segments of SEGMENT_BYTES.
+unprotected pair take turns on the same nodes. Each round prints the bytes a second of one transfer, the processor time
+a byte of the task that took more, and the median round trip of short messages; all with segments of SEGMENT_BYTES.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import sys
 import time
 
 PORT = 5701
-TRANSFER_BYTES = 96 << 20
-MESSAGES, MESSAGE_BYTES = 400, 64
+TRANSFER_BYTES = 32 << 20  # short, so that both pairs meet the same machine
+MESSAGES, MESSAGE_BYTES = 200, 64
 _ORDER = struct.Struct("<cQ")
+_USED = struct.Struct("<Q")
 _BUFFER_BYTES = 1 << 18
 
 
@@ -48,23 +49,25 @@ def answer(connection: socket.socket) -> None:
         except EOFError:
             return
         if kind == b"T":
+            start = time.process_time_ns()
             while count:
                 count -= connection.recv_into(buffer, min(count, len(buffer)))
-            connection.sendall(b".")
+            connection.sendall(_USED.pack(time.process_time_ns() - start))
         else:
             for _ in range(count):
                 connection.sendall(exactly(connection, MESSAGE_BYTES))
 
 
-def measure(connection: socket.socket) -> tuple[float, float]:
-    """One round: bytes a second, seconds of a round trip."""
+def measure(connection: socket.socket) -> tuple[float, float, float]:
+    """One round: bytes a second, seconds of processor time a byte, seconds of a round trip."""
     data = bytes(_BUFFER_BYTES)
-    start = time.perf_counter()
+    start, used_before = time.perf_counter(), time.process_time_ns()
     connection.sendall(_ORDER.pack(b"T", TRANSFER_BYTES))
     for _ in range(TRANSFER_BYTES // len(data)):
         connection.sendall(data)
-    exactly(connection, 1)
+    used_there = _USED.unpack(exactly(connection, _USED.size))[0]
     rate = TRANSFER_BYTES / (time.perf_counter() - start)
+    used = max(used_there, time.process_time_ns() - used_before) / 1e9 / TRANSFER_BYTES
     connection.sendall(_ORDER.pack(b"P", MESSAGES))
     trips = []
     for _ in range(MESSAGES):
@@ -72,7 +75,7 @@ def measure(connection: socket.socket) -> tuple[float, float]:
         connection.sendall(data[:MESSAGE_BYTES])
         exactly(connection, MESSAGE_BYTES)
         trips.append(time.perf_counter() - start)
-    return rate, statistics.median(trips)
+    return rate, used, statistics.median(trips)
 
 
 def prepared(sock: socket.socket, segment_bytes: int) -> socket.socket:
@@ -110,8 +113,7 @@ def main() -> None:
     for _ in range(int(rounds)):
         while os.pread(turn, 1, 0) != me.encode():
             time.sleep(0.002)
-        rate, trip = measure(connection)
-        print("ROUND", rate, trip, flush=True)
+        print("ROUND", *measure(connection), flush=True)
         os.pwrite(turn, other.encode(), 0)
     print("END", flush=True)
 
