@@ -21,9 +21,10 @@ from pyroute2 import netns as namespaces
 from pyroute2.netlink.exceptions import NetlinkError
 
 from gpucr_hpc.capsule import wayout
-from gpucr_hpc.capsule.wayout import NAMESPACES, PERMANENT, nft, remove_namespace
+from gpucr_hpc.capsule.wayout import NAMESPACES, PERMANENT, remove_namespace
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, GpucrError
+from gpucr_hpc.proc import clean_env, run_async
 
 INTERFACE = "job0"
 _PREFIX = "gpucr-"
@@ -89,6 +90,11 @@ def _mac(node_rank: int) -> str:
     return "02:67:70:" + ":".join(f"{node_rank >> shift & 255:02x}" for shift in (16, 8, 0))
 
 
+async def _nft(rules: str, job: str) -> None:
+    argv = ["nsenter", f"--net={namespace_path(job)}", "nft", "-f", "-"]
+    (await run_async(argv, stdin=rules, timeout_s=20, env=clean_env())).check()
+
+
 async def prepare_host(config: NetworkConfig) -> None:
     """Once per start of the agent: address translation for capsules on the node's side."""
     if config.nat:
@@ -105,9 +111,9 @@ async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkCo
         await asyncio.to_thread(namespaces.create, namespace_name(job))
         if locked:
             await lock(job)
-        await asyncio.to_thread(_configure, job, node_rank, geometry, config)
-        if config.nat:
-            await wayout.create(job, namespace_name(job), address(config, node_rank))
+        seen_as = await asyncio.to_thread(_configure, job, node_rank, geometry, config)
+        if seen_as:
+            await wayout.translate(job, seen_as)
     except (GpucrError, NetlinkError, OSError) as error:
         await remove(job)
         raise CapsuleError(job=job, node=geometry.nodes[node_rank], reason=f"no network: {error}") from None
@@ -120,8 +126,8 @@ def _netlink(job: str) -> Iterator[tuple[Any, Any]]:
         yield host, inside
 
 
-def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> None:
-    """Loopback, address, tunnel."""
+def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig) -> str:
+    """Everything but the rules; the capsule's address as the node sees it, empty without a way out."""
     network = ipaddress.ip_network(config.subnet)
     own = address(config, node_rank)
     with _netlink(job) as (host, inside):
@@ -137,6 +143,7 @@ def _configure(job: str, node_rank: int, geometry: Geometry, config: NetworkConf
                     inside.fdb("append", ifindex=index, lladdr=_mac(rank), dst=node_address)
         else:
             inside.addr("add", index=1, address=own, prefixlen=32)
+        return wayout.configure(job, namespace_name(job), own, host, inside) if config.nat else ""
 
 
 def tunnel_id(config: NetworkConfig, job: str) -> int:
@@ -183,12 +190,12 @@ def _mtu_towards(host: Any, local: str) -> int:
 async def lock(job: str) -> None:
     """Let no packet in or out but CRIU's own: while one side of a connection is frozen or missing, a packet
     would be answered with a reset or acknowledged by a socket whose state is already written."""
-    await nft(_LOCK, namespace_name(job))
+    await _nft(_LOCK, job)
 
 
 async def unlock(job: str) -> None:
     """Open the network again; an open one stays open."""
-    await nft("table inet gpucr_lock\ndelete table inet gpucr_lock\n", namespace_name(job))
+    await _nft("table inet gpucr_lock\ndelete table inet gpucr_lock\n", job)
 
 
 async def remove(job: str) -> None:

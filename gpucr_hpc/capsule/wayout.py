@@ -11,7 +11,6 @@ job, or over loopback, would pay for it (scripts/measure_network).
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -46,40 +45,24 @@ table ip gpucr_host {{
 """
 
 
-async def nft(rules: str, namespace: str | None = None) -> None:
-    """Load rules here or in a named namespace. Raises ToolFailed."""
-    inside = [] if namespace is None else ["nsenter", f"--net={NAMESPACES / namespace}"]
-    (await run_async([*inside, "nft", "-f", "-"], stdin=rules, timeout_s=20, env=clean_env())).check()
-
-
 async def prepare_node() -> None:
     """Once per start of the agent: the node's part of the translation."""
-    await nft(_TRANSLATE_ON_NODE)
+    (await run_async(["nft", "-f", "-"], stdin=_TRANSLATE_ON_NODE, timeout_s=20, env=clean_env())).check()
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
 
-async def create(job: str, capsule: str, own: str) -> None:
-    """Lead the packets of a capsule (the name of its namespace), whose address is `own`, to the node and on.
+def configure(job: str, capsule: str, own: str, node: Any, inside: Any) -> str:
+    """Lead the packets of a capsule, whose address is `own`, to the node; returns its address as the node sees it.
 
-    Raises NetlinkError, ToolFailed, OSError; `remove` then takes away what is there.
-    """
-    namespace = PREFIX + job
-    await asyncio.to_thread(namespaces.create, namespace)
-    address = await asyncio.to_thread(_configure, job, capsule, own)
-    await nft(_TRANSLATE.format(address=address), namespace)
-    # /proc/sys/net shows the namespace of who opens it.
-    forward = ["nsenter", f"--net={NAMESPACES / namespace}", "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward"]
-    (await run_async(forward, timeout_s=20, env=clean_env())).check()
-
-
-def _configure(job: str, capsule: str, own: str) -> str:
-    """Links, routes and neighbours; returns the capsule's address as the node sees it.
+    capsule: name of its namespace. node, inside: netlink sockets. `translate` comes next. Blocks; raises NetlinkError,
+    OSError.
 
     The ends in capsule and node have no address, so that no library takes them for a network (UCX lists every interface
     that has one, in this job and in any other job of the node); routes and neighbours are fixed instead.
     """
-    with IPRoute() as node, NetNS(PREFIX + job) as between, NetNS(capsule) as inside:
-        node.link("add", ifname=_link(job), kind="veth", peer={"ifname": "node", "net_ns_fd": PREFIX + job})
+    namespaces.create(PREFIX + job)
+    node.link("add", ifname=_link(job), kind="veth", peer={"ifname": "node", "net_ns_fd": PREFIX + job})
+    with NetNS(PREFIX + job) as between:
         between.link("add", ifname="job", kind="veth", peer={"ifname": "uplink", "net_ns_fd": capsule})
         outside, to_node, to_job, uplink = (
             _up(netlink, name)
@@ -94,6 +77,14 @@ def _configure(job: str, capsule: str, own: str) -> str:
         between.route("add", dst="default", gateway=gateway, oif=to_node)
         node.neigh("replace", dst=seen_as, lladdr=_mac(between, to_node), ifindex=outside, state=PERMANENT)
         return seen_as
+
+
+async def translate(job: str, seen_as: str) -> None:
+    """Open the way out: packets are let through and get the address that `configure` gave. Raises ToolFailed."""
+    # /proc/sys/net shows the namespace of who opens it.
+    script = "echo 1 > /proc/sys/net/ipv4/ip_forward && exec nft -f -"
+    argv = ["nsenter", f"--net={NAMESPACES / (PREFIX + job)}", "sh", "-c", script]
+    (await run_async(argv, stdin=_TRANSLATE.format(address=seen_as), timeout_s=20, env=clean_env())).check()
 
 
 def _up(netlink: Any, name: str) -> int:
