@@ -87,13 +87,16 @@ class AgentConfig:
 @dataclass(frozen=True)
 class EngineConfig:
     """criu: program. ghost_limit_bytes: largest deleted file taken along. freeze_timeout_s: time for the
-    tree to stop. dump_timeout_s: longest freeze, after which the job runs on without a checkpoint.
+    tree to stop. dump_timeout_s: longest time for a checkpoint, after which the job runs on without one.
+    room_percent: share of a node's free memory in which what was read from a job waits to be sealed, where the job goes
+    on after its checkpoint; it goes on as soon as the rest is sealed.
     """
 
     criu: str = "criu"
     ghost_limit_bytes: int = 64 << 30
     freeze_timeout_s: int = 30
     dump_timeout_s: float = 3600.0
+    room_percent: int = 25
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ _CHOICES = {
     "on_restore_failure": ("hold", "scratch"),
     "log_level": ("debug", "info", "warning", "error"),
 }
-_RANGES = {"full_every": (1, 250), "packs": (1, 100)}
+_RANGES = {"full_every": (1, 250), "packs": (1, 100), "room_percent": (0, 90)}
 
 
 _DURATIONS = ("checkpoint_interval", "checkpoint_interval_min")

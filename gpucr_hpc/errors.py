@@ -336,6 +336,10 @@ class Busy(CoordinationError):
     exit_code = 72
 
 
+class CheckpointGivenUp(Busy):
+    """job {job}: its checkpoint was given up, since the job ends or leaves"""
+
+
 class CutNotPossible(CoordinationError):
     """job {job}: cannot be checkpointed at this moment: {reason}"""
 

@@ -23,7 +23,7 @@ from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
-from gpucr_hpc.errors import CapsuleError, CutNotPossible, GpucrError, PeerLost
+from gpucr_hpc.errors import Busy, CapsuleError, CheckpointGivenUp, CutNotPossible, GpucrError, PeerLost
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -193,14 +193,11 @@ class _Checkpoint:
             await (slurm.requeue_hold if self._hold else slurm.requeue)(self._job.job)
         await self._catalog.note_latest(self._job.job, self._id, left=True)
 
-    async def take(self) -> dict[str, Any]:
+    async def _coordinate(self) -> None:
+        """All phases, as a task of its own that the job can end when it is about to end itself."""
         job = self._job
-        job.timeouts += self._counts
-        job.set_phase(Phase.CHECKPOINTING)
-        log.info("checkpoint begins", job=job.job, checkpoint=self._id, reason=self._reason, left_s=self._budget.left())
-        try:
-            await self._connect()
-            await coordinate(
+        work = asyncio.ensure_future(
+            coordinate(
                 self._parts,
                 self._budget,
                 agree=self._agree,
@@ -208,20 +205,45 @@ class _Checkpoint:
                 leave=self._requeue if self._leave else None,
                 timings=self._timings,
             )
+        )
+        if self._leave:
+            await work
+            return
+        job.staying = work
+        try:
+            await work
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if not work.cancelling() or (own is not None and own.cancelling()):
+                raise
+            raise CheckpointGivenUp(job=job.job) from None
+
+    async def take(self) -> dict[str, Any]:
+        job = self._job
+        if job.phase is not Phase.RUNNING:  # an earlier attempt let go of it for a moment
+            raise Busy(job=job.job, operation=f"{job.phase}")
+        job.timeouts += self._counts
+        job.set_phase(Phase.CHECKPOINTING)
+        log.info("checkpoint begins", job=job.job, checkpoint=self._id, reason=self._reason, left_s=self._budget.left())
+        try:
+            await self._connect()
+            await self._coordinate()
             await self._prune()
         except BaseException as error:
             job.timeouts -= self._counts
-            message = "" if isinstance(error, CutNotPossible) else f"checkpoint not possible, the job runs on: {error}"
+            quiet = isinstance(error, CutNotPossible | CheckpointGivenUp)
+            message = "" if quiet else f"checkpoint not possible, the job runs on: {error}"
             await job.go_on(detached=self._local.detached, message=message)
             raise
         finally:
             for part in self._remote:
                 part.close()
+            job.staying = None
             job.last |= {"phases_s": self._timings.phases}
             await self._worker.close()
         job.last |= {"total_s": round(time.time() - self._began, 4)}
         if not self._leave:
-            job.last |= {"freeze_s": round(self._local.freeze_s, 4)}
+            job.last |= {"freeze_s": round(max(part.freeze_s for part in self._parts), 4)}
         report = dict(job.last)
         job.spawn(slurm.comment(job.job, f"gpucr: checkpoint {self._id} ({self._reason}) at {rfc3339(self._began)}"))
         log.info(
@@ -240,7 +262,7 @@ class _Checkpoint:
             await _leave(job, f"{text}; the job leaves {','.join(report['nodes'])}{held}", self._info, elsewhere)
         else:
             text += f"; the job stood still for {format_duration(report['freeze_s'])}"
-            await job.go_on(detached=True, message=text)
+            await job.go_on(detached=False, message=text)
         return report
 
     async def _connect(self) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import lead
-from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.phase import AT_WORK, Phase
 from gpucr_hpc.errors import Busy, GpucrError
 from gpucr_hpc.log import Log
 
@@ -76,14 +76,14 @@ class Clock:
 
     def __init__(self, jobs: dict[str, ProtectedJob]) -> None:
         self._jobs = jobs
-        self._under_way: set[str] = set()
+        self._under_way: set[tuple[str, str]] = set()  # job, and what
 
     async def run(self) -> None:
         """For ever."""
         while True:
             await asyncio.sleep(_TICK_S)
-            for name, job in list(self._jobs.items()):
-                if job.node_rank == 0 and job.phase is Phase.RUNNING and job.capsule and name not in self._under_way:
+            for job in list(self._jobs.values()):
+                if job.node_rank == 0 and job.phase in AT_WORK and job.capsule:
                     self._look(job)
 
     def _look(self, job: ProtectedJob) -> None:
@@ -93,20 +93,24 @@ class Clock:
             job.save()
         margin = margin_s(job.context.config.agent.timeout_margin_s, job.last)
         if job.policy.on_timeout and times.question_due(now):
-            self._start(job, self._ask(job))
+            self._start(job, "limit", self._ask)
         elif job.policy.on_timeout and times.limit_due(margin, now):
-            self._start(job, self._leave(job))
-        elif times.interval_due(job.policy.interval_s, now):
-            self._start(job, self._periodic(job))
+            self._start(job, "limit", self._leave)
+        elif job.phase is Phase.RUNNING and times.interval_due(job.policy.interval_s, now):
+            self._start(job, "interval", self._periodic)
 
-    def _start(self, job: ProtectedJob, work: Any) -> None:
+    def _start(self, job: ProtectedJob, what: str, work: Callable[[ProtectedJob], Awaitable[None]]) -> None:
+        """Begin something unless it is under way. The time limit does not wait for the end of a checkpoint."""
+        if (job.job, what) in self._under_way:
+            return
+
         async def guarded() -> None:
             try:
-                await work
+                await work(job)
             finally:
-                self._under_way.discard(job.job)
+                self._under_way.discard((job.job, what))
 
-        self._under_way.add(job.job)
+        self._under_way.add((job.job, what))
         job.spawn(guarded())
 
     async def _periodic(self, job: ProtectedJob) -> None:

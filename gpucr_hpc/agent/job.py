@@ -18,7 +18,7 @@ from gpucr_hpc.agent import checkpointing, gpuword, lead
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.dumpprogress import DumpProgress
-from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.agent.phase import AT_WORK, Phase
 from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.agent.report import PROGRESS_FILE
 from gpucr_hpc.agent.steps import LAUNCH_VARIABLE, StepOnNode, Steps, environment_of
@@ -68,6 +68,7 @@ class ProtectedJob:
         self.gpu_word = False  # whether the user has been told how the job uses GPUs
         self.policy, self.times = Policy(), Times()
         self.dumping: DumpProgress | None = None
+        self.staying: asyncio.Task[None] | None = None  # a checkpoint led here after which the job goes on
         self.sample: tuple[float, float] | None = None  # when the job's own progress was first seen, and what it was
         self.timeouts = 0  # how often it went on after its time limit
         self.restore: NodeRestore | None = None  # under way at another node's word
@@ -249,7 +250,7 @@ class ProtectedJob:
         with_tasks = environment_of(supervisor.pid).get("SLURM_STEP_NUM_TASKS", "")
         step.tasks = int(with_tasks) if with_tasks.isdigit() else step.tasks
         self.supervisors[supervisor.key] = supervisor
-        if self.phase is Phase.RUNNING:
+        if self.phase in AT_WORK:
             await self._admit(supervisor)
 
     async def _admit(self, supervisor: Supervisor) -> None:
@@ -379,7 +380,7 @@ class ProtectedJob:
             await asyncio.sleep(_LOOK_INTERVAL_S)
         key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
         step = self.steps.on_node.get(key)
-        if self.phase is not Phase.RUNNING or self.capsule is None or supervisor.key in self.supervisors:
+        if self.phase not in AT_WORK or self.capsule is None or supervisor.key in self.supervisors:
             return
         if step is None or rank in step.ended or supervisor.key not in self.tasks:
             return
@@ -433,7 +434,7 @@ class ProtectedJob:
         """Another node's capsule has died: the job ends as a whole, its sets are kept."""
         while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.RESTORING):
             await asyncio.sleep(_LOOK_INTERVAL_S)
-        if self.phase is not Phase.RUNNING or self.capsule is None:
+        if self.phase not in AT_WORK or self.capsule is None:
             return
         log.warning("another node's capsule died, the job ends", job=self.job, node=node)
         if "batch" in self.supervisors:
@@ -442,8 +443,16 @@ class ProtectedJob:
 
     # --- after a checkpoint, and the end ----------------------------------------------------------------
 
-    async def go_on(self, *, detached: bool, message: str) -> None:
-        """The job stays here: its supervisors take its stdio again."""
+    async def stop_sealing(self) -> None:
+        """The job is about to end or to leave: a checkpoint after which it was to go on is given up as soon as its
+        tasks run again. Returns when it is over."""
+        while self.staying is not None or self.phase is Phase.SEALING:
+            if self.staying is not None and self.phase is Phase.SEALING and not self.staying.cancelling():
+                self.staying.cancel()
+            await asyncio.sleep(_LOOK_INTERVAL_S)
+
+    async def go_on(self, *, detached: bool, message: str, phase: Phase = Phase.RUNNING) -> None:
+        """The job stays here: its supervisors take its stdio again. phase: what it goes on in."""
         if self.capsule is None or not self.capsule.alive():
             self.phase = Phase.RUNNING  # until its supervisors have seen the end
             for supervisor in list(self.supervisors.values()):
@@ -452,7 +461,7 @@ class ProtectedJob:
                 await self.discard()
             return
         self.run_dir.leaving.unlink(missing_ok=True)
-        self.set_phase(Phase.RUNNING)
+        self.set_phase(phase)
         self.keep_ready()
         for supervisor in list(self.supervisors.values()):
             text = message if supervisor.key == "batch" else ""
@@ -477,6 +486,8 @@ class ProtectedJob:
     async def discard(self) -> None:
         """End the capsule and remove everything of the job from this node, and from its other nodes when this one
         leads; the store is not touched."""
+        if self.phase is Phase.SEALING:
+            await self.stop_sealing()
         self.context.connector.forget(self.job)
         async with self.turn:
             geometry, self.geometry = self.geometry, None

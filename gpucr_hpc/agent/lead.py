@@ -291,8 +291,11 @@ async def checkpoint(
     """Take a checkpoint; with leave the job is requeued after it, with hold also held; full: without references to
     earlier ones. Returns the report of it.
 
-    Raises Busy when one is under way, otherwise what went wrong, the job running on.
+    One that is under way and after which the job would go on is given up for one with which it leaves. Raises Busy when
+    one is under way otherwise, else what went wrong, the job running on.
     """
+    if leave:
+        await job.stop_sealing()
     if job.phase is not Phase.RUNNING or job.capsule is None:
         raise Busy(job=job.job, operation=f"{job.phase}")
     if job.node_rank != 0 or job.geometry is None:
@@ -313,6 +316,7 @@ async def checkpoint(
 async def ended(job: ProtectedJob, supervisor: Supervisor, status: int, noticed: bool) -> None:
     """The batch task ended by itself. A record keeps Slurm's requeue at a grace time's end from running it
     again; a job that ended well needs its checkpoints no more."""
+    await job.stop_sealing()
     try:
         if not noticed:
             noticed = (await slurm.job(job.job)).being_preempted

@@ -31,7 +31,9 @@ _LOOK_INTERVAL_S = 0.05
 class MemberSession(Session):
     """Requests of a lead. A checkpoint or restore that is not finished when the connection ends is undone here."""
 
-    interruptible = frozenset({"prepare", "join", "gpu_lock", "lock", "capture", "restore_build", "restore_run"})
+    interruptible = frozenset(
+        {"prepare", "join", "gpu_lock", "lock", "capture", "seal", "restore_build", "restore_run"}
+    )
 
     def __init__(self, context: Context, jobs: dict[str, ProtectedJob]) -> None:
         self._context, self._jobs = context, jobs
@@ -105,7 +107,7 @@ class MemberSession(Session):
         self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
     ) -> dict[str, Any]:
         found = self._get(job)
-        while found.phase is Phase.CHECKPOINTING:  # an earlier one whose lead was lost is still being undone
+        while found.phase in (Phase.CHECKPOINTING, Phase.SEALING):  # one whose lead was lost is still being undone
             await asyncio.sleep(_LOOK_INTERVAL_S)
         if found.phase is not Phase.RUNNING:
             raise Busy(job=job, operation=f"{found.phase}")
@@ -147,6 +149,16 @@ class MemberSession(Session):
             "frozen_after_s": part.frozen_at - start,
         }
 
+    async def do_resume(self, job: str) -> dict[str, Any]:
+        part = self._part(job)
+        await part.resume()
+        return {"freeze_s": part.freeze_s}
+
+    async def do_seal(self, job: str) -> dict[str, Any]:
+        part = self._part(job)
+        await part.seal()
+        return {"entry": part.entry, "dump_s": part.dump_s}
+
     async def do_commit(self, job: str) -> None:
         await self._part(job).commit()
 
@@ -166,7 +178,7 @@ class MemberSession(Session):
             await self._job.leave("")
             self._jobs.pop(self._job.job, None)
         else:
-            await self._job.go_on(detached=True, message="")
+            await self._job.go_on(detached=False, message="")
 
     async def do_undo(self, job: str) -> None:
         part, self._participant = self._part(job), None

@@ -45,7 +45,7 @@ def timed(
         start = time.monotonic()
         await phase(part)
         part.own_s[phase.__name__] = round(time.monotonic() - start, 4)
-        if phase.__name__ == "capture":
+        if phase.__name__ == ("seal" if part.leave_running else "capture"):
             log.info("image written", **part.names, **part.own_s)
 
     return run
@@ -54,9 +54,9 @@ def timed(
 class LocalParticipant:
     """Implements coordinator.checkpoint.Participant for the capsule on this node.
 
-    After `lock`, `tasks` and `steps` say what runs here. After `capture`, `entry` is the image's entry for the
-    manifest and `meta` its engine section. full: whether the image shall not refer to an earlier one. extra: files
-    for the image beside CRIU's, asked for when all are locked.
+    After `lock`, `tasks` and `steps` say what runs here. After `capture`, `meta` is the image's engine section of the
+    manifest; `entry` is its entry as soon as it is durable. leave_running: the job goes on after it. full: whether the
+    image shall not refer to an earlier one. extra: files for the image beside CRIU's, asked for when all are locked.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class LocalParticipant:
     ) -> None:
         assert job.capsule is not None
         self._job, self._capsule, self._worker, self._extra = job, job.capsule, worker, extra
-        self._checkpoint, self._data_key, self._leave_running = checkpoint, data_key, leave_running
+        self._checkpoint, self._data_key, self.leave_running = checkpoint, data_key, leave_running
         self._full = full
         self._outputs: list[OpenFile] = []
         self._dump: Dump | None = None
         self._gpus = NodeGpus(self._capsule.job, job.context.config.cuda)
-        self._locked = False
+        self._locked = self._resumed = False
         self.staged = asyncio.Event()
         self.tasks: list[shepherd.Task] = []
         self.steps: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ class LocalParticipant:
             raise Refused(reason=preflight.summary(findings))
         gpu_preflight.check_memory(self._gpus)
         warm = asyncio.ensure_future(self._gpus.warm())
-        await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET)
+        await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET, expendable=self.leave_running)
         if capsule.node_rank == 0:
             await self._worker.call("orphans", job=capsule.job, older_than_s=0)
         resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
@@ -132,7 +132,12 @@ class LocalParticipant:
 
     @timed
     async def join(self) -> None:
-        """Open this node's part of the checkpoint in the store; the first node makes it."""
+        """Open this node's part of the checkpoint in the store; the first node makes it.
+
+        For a job that goes on the worker gets room for what it reads, so that it can be sealed later. A job that leaves
+        is sealed as it is read: its freeze ends with the image.
+        """
+        room = available_memory() * self._job.context.config.engine.room_percent // 100 if self.leave_running else 0
         problem = await self._worker.call(
             "capture",
             job=self._capsule.job,
@@ -142,6 +147,8 @@ class LocalParticipant:
             begin=self._capsule.node_rank == 0,
             packs=self._job.context.config.store.packs,
             base=self._base,
+            room_bytes=room,
+            expected_bytes=self._resident,
         )
         if problem is not None:
             log.warning("image is written in full", job=self._capsule.job, reason=problem)
@@ -220,7 +227,6 @@ class LocalParticipant:
             extra[batchscript.SCRIPT_STREAM] = script[0]
         for name, content in extra.items():
             await add_bytes(self._worker, name, content)
-        self.entry = await self._worker.call("seal")
         assert context.criu is not None
         self.meta = {
             "host": describe_host(context.criu),
@@ -234,7 +240,31 @@ class LocalParticipant:
         }
         if script is not None:
             self.meta["script"] = {"path": job.script, "mode": script[1]}
-        self.frozen_at, self.dump_s = frozen.frozen_at, time.monotonic() - frozen.frozen_at
+        self.frozen_at = frozen.frozen_at
+        if not self.leave_running:
+            await self._seal()
+
+    @timed
+    async def resume(self) -> None:
+        """RESUMED. What was read of the job is in the worker's memory or in the store: nothing of it is shared with the
+        tasks any more."""
+        assert self._dump is not None
+        await self._dump.resume()
+        self.freeze_s = time.monotonic() - self.frozen_at
+        if not self._capsule.alive():
+            raise CoordinationError(job=self._job.job, reason="it ended at its checkpoint")
+        await self._reopen()
+        await self._gpus.go()
+        await self._job.go_on(detached=self.detached, message="", phase=Phase.SEALING)
+        self.detached, self._resumed = False, True
+
+    @timed
+    async def seal(self) -> None:
+        await self._seal()
+
+    async def _seal(self) -> None:
+        self.entry = await self._worker.call("seal")
+        self.dump_s = time.monotonic() - self.frozen_at
 
     def _script(self) -> tuple[bytes, int] | None:
         """Content and mode of the batch script, if it is here and can be had: only a new job would need it."""
@@ -261,12 +291,7 @@ class LocalParticipant:
     async def finish(self) -> None:
         assert self._dump is not None
         try:
-            if self._leave_running:
-                await self._dump.resume()
-                self.freeze_s = time.monotonic() - self.frozen_at
-                await self._reopen()
-                await self._gpus.go()
-            else:
+            if not self.leave_running:
                 await self._dump.end()
                 await reach(Point.ENDED, self._job.job)
         finally:
@@ -276,7 +301,8 @@ class LocalParticipant:
     async def undo(self) -> None:
         self._job.dumping = None
         # GPUs not before CRIU has let go: the driver works in threads of the process.
-        for step in (self._worker.abandon, self._thaw, self._reopen, self._gpus.resume, self._gpus.close):
+        frozen = (self._worker.abandon, self._thaw, self._reopen, self._gpus.resume, self._gpus.close)
+        for step in (self._worker.close, self._gpus.close) if self._resumed else frozen:
             try:
                 await step()
             except (GpucrError, OSError) as error:  # what one step leaves must not keep the job frozen or cut off
@@ -291,6 +317,12 @@ class LocalParticipant:
         if self._locked and self._capsule.alive():
             await network.unlock(self._capsule.job)
         self._locked = False
+
+
+def available_memory() -> int:
+    """Bytes of memory that programs on this node can take without any being moved out."""
+    with open("/proc/meminfo") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("MemAvailable:")) * 1024
 
 
 def resident_bytes(pids: list[int]) -> int:

@@ -13,9 +13,14 @@ class Phase(enum.StrEnum):
     NEW = "new"
     RUNNING = "running"
     CHECKPOINTING = "checkpointing"
+    SEALING = "sealing"  # it runs, and its checkpoint is being written
     REQUEUEING = "requeueing"
     LEAVING = "leaving"
     RESTORING = "restoring"
+
+
+#: Phases in which the job's tasks run.
+AT_WORK = (Phase.RUNNING, Phase.SEALING)
 
 
 class Decision(enum.StrEnum):

@@ -45,7 +45,7 @@ class RemoteParticipant:
         self.steps: list[dict[str, Any]] = []
         self.entry: dict[str, Any] = {}
         self.meta: dict[str, Any] = {}
-        self.frozen_at = self.dump_s = 0.0
+        self.frozen_at = self.dump_s = self.freeze_s = 0.0
 
     async def prepare(self) -> None:
         self._gpus = (await self._peer.call("prepare", job=self._job, **self._fields))["gpus"]
@@ -73,6 +73,13 @@ class RemoteParticipant:
         answer = await self._peer.call("capture", job=self._job)
         self.entry, self.meta, self.dump_s = answer["entry"], answer["meta"], answer["dump_s"]
         self.frozen_at = start + answer["frozen_after_s"]
+
+    async def resume(self) -> None:
+        self.freeze_s = (await self._peer.call("resume", job=self._job))["freeze_s"]
+
+    async def seal(self) -> None:
+        answer = await self._peer.call("seal", job=self._job)
+        self.entry, self.dump_s = answer["entry"], answer["dump_s"]
 
     async def commit(self) -> None:
         await self._peer.call("commit", job=self._job)

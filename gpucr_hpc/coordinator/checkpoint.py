@@ -1,5 +1,8 @@
 """The order of a checkpoint: every node READY, its GPUs HELD, LOCKED, DUMPED; the commit; then every node finishes.
 
+A job that goes on does so before the commit: when every node has its memory, all let their trees run, and write what
+they have read then.
+
 Every phase waits for all nodes. A failure or the end of the time budget undoes all nodes at once, so that one that does
 not answer keeps no other frozen, and the job runs on. Publication of the manifest is the single point after which the
 checkpoint exists.
@@ -26,7 +29,10 @@ _REACHED = {
     "gpu_lock": Point.GPUS_HELD,
     "lock": Point.LOCKED,
     "capture": Point.CAPTURED,
+    "resume": Point.RESUMED,
 }
+_LEAVING = ("prepare", "gpu_lock", "lock", "capture")
+_STAYING = (*_LEAVING, "resume", "seal")
 _HOLD_ATTEMPTS = 30
 _HOLD_RESERVE_S = 2.0
 _Result = TypeVar("_Result")
@@ -49,16 +55,23 @@ class Participant(Protocol):
         """LOCKED: outward connections closed, no packet of the job passes."""
 
     async def capture(self) -> None:
-        """DUMPED: the tree is frozen and its image durable in the store."""
+        """DUMPED: the tree is frozen. Its image is durable in the store, or at least read, where the job goes on."""
+
+    async def resume(self) -> None:
+        """RESUMED: the tree runs on, network and outward connections are open. Only where the job goes on."""
+
+    async def seal(self) -> None:
+        """SEALED: the image of a tree that runs on is durable in the store."""
 
     async def commit(self) -> None:
         """COMMITTED: the checkpoint exists and the job will leave: a tree whose agent dies must not run on."""
 
     async def finish(self) -> None:
-        """After the commit: end the tree, or let it run on."""
+        """After the commit: end the tree; nothing is left to do with one that runs on."""
 
     async def undo(self) -> None:
-        """Back to the state before `prepare`, from whatever phase was reached; must not raise."""
+        """Back to the state before `prepare`, from whatever phase was reached; must not raise. A tree that was resumed
+        is not touched."""
 
 
 @dataclass
@@ -97,12 +110,14 @@ async def checkpoint(
 ) -> None:
     """Take one checkpoint.
 
+    No tree is resumed before all are captured: the images would not be of one moment.
+
     agree: called when all are LOCKED, raises when the cut cannot be taken now. publish: makes it exist. leave: called
     after the commit and before any tree ends, to requeue the job; when it fails the trees run on, and the checkpoint
     stays. Raises the first error after everything is undone.
     """
     try:
-        for phase in ("prepare", "gpu_lock", "lock", "capture"):
+        for phase in _STAYING if leave is None else _LEAVING:
             if phase == "gpu_lock":
                 # Before any network is locked: a collective over it would wait for packets for ever.
                 await _hold_gpus(participants, budget)
@@ -111,7 +126,8 @@ async def checkpoint(
             if phase == "lock":
                 agree()
             timings.mark(phase)
-            await reach(_REACHED[phase], budget.job)
+            if phase in _REACHED:
+                await reach(_REACHED[phase], budget.job)
         await _within(publish(), "commit", budget)
         timings.mark("commit")
         await reach(Point.COMMITTED, budget.job)

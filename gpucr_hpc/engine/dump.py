@@ -2,7 +2,7 @@
 
 CRIU runs its action script at `post-dump`, when every image file is written and the tasks are still frozen. The hook
 waits for us: if we answer 0 the tasks are resumed; with anything else, or when this agent dies, CRIU undoes the dump
-and the tasks run on. So the commit happens inside the hook, and a tree that shall leave is ended there, still frozen.
+and the tasks run on. So a tree that shall leave is ended inside the hook, after the commit and still frozen.
 """
 
 from __future__ import annotations
@@ -100,14 +100,14 @@ class Dump:
         return Frozen(streams, processes, frozen_at)
 
     async def resume(self) -> None:
-        """After the commit: let the tree run on. Raises DumpFailed when CRIU then fails."""
+        """Let the tree run on. Raises DumpFailed when CRIU then fails."""
         assert self._criu is not None
         assert self._ended is not None
         await self._answer(0)
-        await self._ended
+        await asyncio.shield(self._ended)  # `undo` waits for it, too
         await self._close()
         if self._criu.returncode != 0:
-            raise await self._failure("CRIU failed after the commit")
+            raise await self._failure("CRIU failed when it let the tasks go")
 
     async def end(self) -> None:
         """After the commit: end the tree without letting it run again. CRIU lives in the same pid namespace and

@@ -13,9 +13,11 @@ import contextlib
 import functools
 import json
 import os
+import select
 import socket
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +36,7 @@ from gpucr_hpc.store.posix import PosixStore
 from gpucr_hpc.wire import receive_record, send_record
 
 _PROBE_BYTES = 8 << 20
+_FIRST_VICTIM = "1000"  # /proc/PID/oom_score_adj
 _SWITCH_S = 0.0005  # who reads a pipe must not wait 5 ms, the interpreter's default, behind a thread that computes
 
 
@@ -74,10 +77,17 @@ class Worker:
         assert self._store is not None, "open comes first"
         return self._store
 
-    def do_open(self, root: str, uid: int, gid: int, listen: str | None = None, name: str = "") -> None:
-        """Bind CRIU's socket in directory `listen`, become the store's user, open the store."""
+    def do_open(
+        self, root: str, uid: int, gid: int, listen: str | None = None, name: str = "", expendable: bool = False
+    ) -> None:
+        """Bind CRIU's socket in directory `listen`, become the store's user, open the store.
+
+        expendable: a node that is short of memory ends this process rather than any other.
+        """
         if listen is not None:
             self._listener = stream.listen(Path(listen), name)
+        if expendable:
+            Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
         if os.geteuid() == 0 and uid != 0:
             os.setgroups([gid])
             os.setresgid(gid, gid, gid)
@@ -93,8 +103,11 @@ class Worker:
         begin: bool,
         packs: int,
         base: dict[str, Any] | None = None,
+        room_bytes: int = 0,
+        expected_bytes: int = 0,
     ) -> str | None:
         """Begin an image; CRIU may connect from now on. begin: the checkpoint too, else another node began it.
+        room_bytes, expected_bytes: as ImageWriter has them.
 
         base: checkpoint, entry and key of the job's last image; what is the same there is not written again. Returns
         why it could not be used, if it could not.
@@ -114,6 +127,8 @@ class Worker:
             key=DataKey.from_hex(key),
             packs=packs,
             base=found,
+            room_bytes=room_bytes,
+            expected_bytes=expected_bytes,
         )
         self._capture = stream.Capture(self._listener, self._writer)
         self._capture.start()
@@ -161,9 +176,29 @@ class Worker:
         return {"bytes_plain": self._writer.bytes_plain, "bytes_stored": self._writer.bytes_stored}
 
     def do_seal(self) -> dict[str, Any]:
-        """Finish the image: everything is on stable storage when this returns its entry for the manifest."""
+        """Finish the image: everything is on stable storage when this returns its entry for the manifest.
+
+        The agent that goes away meanwhile is heard: what nobody will publish is not written to its end.
+        """
         assert self._writer is not None
-        return self._writer.finish().as_dict()
+        writer = self._writer
+        done, finish = os.pipe()
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(self._control, select.POLLRDHUP)
+            poll.register(done, 0)
+            if done not in dict(poll.poll()):
+                writer.give_up()
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        try:
+            return writer.finish().as_dict()
+        finally:
+            os.close(finish)
+            watching.join()
+            os.close(done)
 
     def do_publish(self, manifest: str) -> None:
         """The commit: after this the checkpoint exists, before it it does not."""

@@ -44,8 +44,9 @@ class WorkerClient:
             raise HostError(reason=f"store.user: no account {user!r} on this node") from None
         return cls(root, entry.pw_uid, entry.pw_gid)
 
-    async def start(self, listen: Path | None = None, name: str = "") -> WorkerClient:
-        """Start the process and open the store; with `listen`, bind CRIU's socket `name` there first."""
+    async def start(self, listen: Path | None = None, name: str = "", *, expendable: bool = False) -> WorkerClient:
+        """Start the process and open the store; with `listen`, bind CRIU's socket `name` there first. expendable: when
+        memory is short it is the first to go."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = await asyncio.create_subprocess_exec(
@@ -63,6 +64,7 @@ class WorkerClient:
             gid=self._gid,
             listen=None if listen is None else str(listen),
             name=name,
+            expendable=expendable,
         )
         return self
 

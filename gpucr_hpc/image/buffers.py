@@ -8,6 +8,7 @@ library is called through ctypes where the system has it (Debian's dpkg and syst
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -18,6 +19,8 @@ import lz4.block
 _libc = ctypes.CDLL(None)
 _memcmp = _libc.memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memset = _libc.memset
+_memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
 _vmsplice = ctypes.CDLL(None, use_errno=True).vmsplice
 _vmsplice.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint)
 _vmsplice.restype = ctypes.c_ssize_t
@@ -27,6 +30,7 @@ class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 _LITTLE_BYTES = 16 << 10
+_SLAB_BYTES = 64 << 20
 
 
 class Buffer:
@@ -37,10 +41,15 @@ class Buffer:
 
     __slots__ = ("_hold", "address", "size", "view")
 
-    def __init__(self, size: int) -> None:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._hold = (ctypes.c_char * size).from_buffer(memory)
-        self.address, self.size, self.view = ctypes.addressof(self._hold), size, memoryview(memory)
+    def __init__(self, size: int, memory: mmap.mmap | None = None, at: int = 0) -> None:
+        if memory is None:
+            memory = _mapping(size)
+        self._hold = (ctypes.c_char * size).from_buffer(memory, at)
+        self.address, self.size, self.view = ctypes.addressof(self._hold), size, memoryview(memory)[at : at + size]
+
+
+def _mapping(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class Pool:
@@ -56,6 +65,18 @@ class Pool:
             return self._free.pop()
         except IndexError:
             return Buffer(self._size)
+
+    def reserve(self, count: int) -> None:
+        """Have `count` buffers ready whose pages are there already, in as few and large pages as the kernel gives."""
+        while count > 0:
+            some = min(count, max(1, _SLAB_BYTES // self._size))
+            memory = _mapping(some * self._size)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            new = [Buffer(self._size, memory, number * self._size) for number in range(some)]
+            _memset(new[0].address, 0, some * self._size)
+            self._free += new
+            count -= some
 
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back that nobody uses any more."""

@@ -5,6 +5,9 @@ a buffer of one chunk and hands the full buffer to a pool; the pool compresses, 
 never waits for another stream's data: the buffer being filled belongs to the stream, and only the number of
 chunks in flight is limited. So memory is one chunk per open stream and a few per worker, and per MiB of plain
 data 52 bytes of the index and some 250 of what is remembered of it.
+
+Who wants the pipes read as soon as can be gives room for more chunks in flight; the pool then holds back until the
+room is used up or everything has been read, since reading and sealing would share the processors.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from gpucr_hpc.image.keys import KEY_BYTES, DataKey
 from gpucr_hpc.model import ImageEntry, PackEntry, check_checkpoint_id, check_object_name
 
 _EMPTY_RECORD = bytes(layout.RECORD.size)
+_SMALL_BYTES = 64 << 10  # sealed where it was read: a hand-over costs as much, and its buffer would be mostly air
 _ZERO_TAG, _ZERO_ID = bytes(TAG_BYTES), bytes(ID_BYTES)
 
 
@@ -50,8 +54,10 @@ class ImageWriter:
     """Writes the image of one node rank; `create` makes its files (Staging.create).
 
     packs: files that the chunks are spread over, 1 to 100. node: name for people. workers: None means
-    default_workers(). base: an earlier image; what did not change since is not written again. The first failure of
-    any thread is raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
+    default_workers(). base: an earlier image; what did not change since is not written again. room_bytes: memory for
+    chunks that wait to be sealed, besides a few per worker. expected_bytes: of plain data; so much of the room is
+    made ready at once, and when all fits in, nothing is sealed before `finish`. The first failure of any thread is
+    raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
     """
 
     def __init__(
@@ -65,6 +71,8 @@ class ImageWriter:
         node: str = "",
         workers: int | None = None,
         base: Base | None = None,
+        room_bytes: int = 0,
+        expected_bytes: int = 0,
     ) -> None:
         check_checkpoint_id(checkpoint)
         if not 0 <= node_rank < MAX_IMAGES or not 1 <= packs <= 100:
@@ -87,8 +95,12 @@ class ImageWriter:
         self._files: list[PlacedFile] = []
         self._ends: list[int] = []
         threads = workers or default_workers()
-        self._in_flight = threading.BoundedSemaphore(2 * threads)
-        self._buffers = Pool(CHUNK_BYTES, 4 * threads)
+        room = room_bytes // CHUNK_BYTES
+        self._in_flight = threading.BoundedSemaphore(2 * threads + room)
+        self._buffers = Pool(CHUNK_BYTES, 4 * threads + room)
+        self._begin = threading.Event()  # of sealing
+        if not 0 < expected_bytes <= room_bytes:
+            self._begin.set()
         self._packed, self._sealed = PerThread(CHUNK_BYTES), PerThread(CHUNK_BYTES + TAG_BYTES)
         try:
             for number in range(packs):
@@ -102,6 +114,7 @@ class ImageWriter:
         except BaseException:
             self._close_files()
             raise
+        self._buffers.reserve(min(room, -(-expected_bytes // CHUNK_BYTES)))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"image-{node_rank}")
 
     @property
@@ -137,6 +150,7 @@ class ImageWriter:
             if still_open:
                 raise UsageError(reason=f"stream {still_open[0]!r} is still open")
             self._ended = True
+        self._begin.set()
         self._pool.shutdown(wait=True)
         try:
             if self._failure:
@@ -167,12 +181,17 @@ class ImageWriter:
             depth=self._base.depth if self._base and sources else 0,
         )
 
+    def give_up(self) -> None:
+        """From any thread, also while another is in `finish`: that one raises as soon as it can."""
+        self._fail(ImageError(path=f"image {self._rank}", reason="was given up"))
+
     def abort(self) -> None:
         """Stop the workers and close the files, from any state; the files themselves are Staging.abort's."""
         with self._lock:
             if self._failure is None and not self._ended:
                 self._failure = ImageError(path=f"image {self._rank}", reason="was given up")
             self._ended = True
+        self._begin.set()
         # Not cancelled: each chunk that waits gives its place back, for which a copy_fd may wait.
         self._pool.shutdown(wait=True)
         self._close_files()
@@ -186,10 +205,15 @@ class ImageWriter:
             raise UsageError(reason=f"image {self._rank} is finished")
 
     def _submit(self, stream: StreamWriter, sequence: int, buffer: Buffer, ends: list[int]) -> None:
-        self._in_flight.acquire()
+        if not self._in_flight.acquire(blocking=False):
+            self._begin.set()
+            self._in_flight.acquire()
         try:
             self._check()
-            self._pool.submit(self._work, stream, sequence, buffer, ends)
+            if ends[-1] <= _SMALL_BYTES:
+                self._work(stream, sequence, buffer, ends)
+            else:
+                self._pool.submit(self._wait_and_work, stream, sequence, buffer, ends)
         except BaseException:
             self._in_flight.release()
             if isinstance(self._failure, GpucrError):
@@ -197,6 +221,10 @@ class ImageWriter:
             raise
         with self._lock:
             self._plain += ends[-1]
+
+    def _wait_and_work(self, stream: StreamWriter, sequence: int, buffer: Buffer, ends: list[int]) -> None:
+        self._begin.wait()
+        self._work(stream, sequence, buffer, ends)
 
     def _work(self, stream: StreamWriter, sequence: int, buffer: Buffer, ends: list[int]) -> None:
         """On a worker: squeeze, seal, write the chunks of a buffer. A failure ends the whole image."""

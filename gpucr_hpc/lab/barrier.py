@@ -24,8 +24,9 @@ from gpucr_hpc.lab.wait import wait_until
 
 _NODES = 4
 _SIZES = (2, 10, 100, 300, 1000)
-_OWN = ("make_ready", "join", "gpu_lock", "lock", "capture")  # an agent's line: what its node did itself
-_WALL = ("prepare", "gpu_lock", "lock", "capture", "commit")  # the lead's phases, waiting included
+# An agent's line: what its node did itself.
+_OWN = ("make_ready", "join", "gpu_lock", "lock", "capture", "resume", "seal")
+_WALL = ("prepare", "gpu_lock", "lock", "capture", "resume", "seal", "commit")  # the lead's phases, waiting included
 _LIMIT_S = 60.0
 
 # A rank whose memory does not compress, and which tells when it is there.

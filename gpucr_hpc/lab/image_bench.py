@@ -26,6 +26,7 @@ from typing import Any
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent import shepherd
+from gpucr_hpc.agent.participant import available_memory
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, build, namespace_processes, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, discard
 from gpucr_hpc.config import EngineConfig, NetworkConfig
@@ -279,7 +280,11 @@ class Ours:
     def _key(self, manifest: Manifest) -> str:
         return DataKey.unwrap(manifest.slots, (SITE,), manifest.checkpoint).reveal_hex()
 
-    async def dump(self, tree: Tree, base: Manifest | None = None) -> tuple[Run, Manifest]:
+    async def dump(
+        self, tree: Tree, base: Manifest | None = None, room_bytes: int | None = None
+    ) -> tuple[Run, Manifest]:
+        """room_bytes: the tree runs on as soon as it is read into as much memory, or sealed beyond it; None: it stays
+        frozen until its image is durable, as one that leaves."""
         run, capsule, checkpoint = Run(), tree.capsule, new_checkpoint_id()
         assert capsule is not None
         key = DataKey.generate(SITE.id_key(JOB))
@@ -298,6 +303,8 @@ class Ours:
                 begin=True,
                 packs=PACKS,
                 base=earlier,
+                room_bytes=room_bytes or 0,
+                expected_bytes=tree.size,
             )
             assert problem is None, problem
             await network.lock(JOB)
@@ -305,6 +312,14 @@ class Ours:
             start = time.monotonic()
             frozen = await dump.capture()
             run.notes["pipes_read_s"] = time.monotonic() - start
+
+            async def run_on() -> None:
+                await dump.resume()
+                run.freeze_s = time.monotonic() - frozen.frozen_at
+                await network.unlock(JOB)
+
+            if room_bytes is not None:
+                await run_on()
             entry = ImageEntry.from_dict(await worker.call("seal"))
             tree.meta = {"tree": engine.tree_meta(capsule, frozen.processes)}
             manifest = Manifest(
@@ -322,9 +337,8 @@ class Ours:
             run.durable_s = time.monotonic() - start
             run.peak_bytes = peak_of(worker)
             run.notes |= times_of(worker)
-            await dump.resume()
-            run.freeze_s = time.monotonic() - frozen.frozen_at
-            await network.unlock(JOB)
+            if room_bytes is None:
+                await run_on()
             await worker.close()
         run.stored_bytes = manifest.bytes_stored
         run.notes["plain_bytes"] = manifest.bytes_plain
@@ -385,6 +399,9 @@ async def measure(kind: str, size_bytes: int, only_ours: bool) -> dict[str, Run]
             shutil.rmtree(raw_disk)
         runs["gpucr"], full = await ours.dump(tree)
         runs["gpucr, unchanged"], again = await ours.dump(tree, base=full)
+        room = available_memory() * ENGINE.room_percent // 100
+        runs["gpucr, runs on"], running = await ours.dump(tree, room_bytes=room)
+        runs["gpucr, runs on"].notes["room_bytes"] = room
         if not only_ours:
             runs["criu to tmpfs"].restore_s = await raw_restore(tree, raw_memory)
             assert f"{right} {right}" == tree.checksum(), "memory differs after criu restore"
@@ -396,6 +413,8 @@ async def measure(kind: str, size_bytes: int, only_ours: bool) -> dict[str, Run]
         assert f"{right} {right}" == tree.checksum(), "memory differs after gpucr's restore"
         await ours.restore(tree, again, runs["gpucr, unchanged"])
         assert f"{right} {right}" == tree.checksum(), "memory differs after gpucr's restore of references"
+        await ours.restore(tree, running, runs["gpucr, runs on"])
+        assert f"{right} {right}" == tree.checksum(), "memory differs after a checkpoint while it ran on"
     finally:
         with contextlib.suppress(Exception):
             await tree.end()

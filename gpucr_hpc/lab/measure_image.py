@@ -82,7 +82,8 @@ def ratios(runs: dict[str, dict[str, Any]]) -> dict[str, float | None]:
     return {
         "durable / criu, tar, lz4, openssl": ratio(runs, full, packed, "durable_s"),
         "durable / criu to disk": ratio(runs, full, "criu to disk", "durable_s"),
-        "freeze / criu to tmpfs": ratio(runs, full, "criu to tmpfs", "freeze_s"),
+        "freeze / criu to tmpfs": ratio(runs, "gpucr, runs on", "criu to tmpfs", "freeze_s"),
+        "leaving: freeze / criu to tmpfs": ratio(runs, full, "criu to tmpfs", "freeze_s"),
         "restore / criu from tmpfs": ratio(runs, full, "criu to tmpfs", "restore_s"),
         "restore / openssl, lz4, tar, criu": ratio(runs, full, packed, "restore_s"),
         "stored / criu": ratio(runs, full, "criu to disk", "stored_bytes"),

@@ -21,7 +21,7 @@ VICTIMS = (
     *("agent-lead", "agent-other", "supervisor-lead", "supervisor-other", "init-lead", "init-other"),
     *("slurmd-lead", "slurmd-other", "node-lead", "node-other"),
 )
-POINTS = [p for p in Point if "GPU" not in p.state]
+POINTS = [p for p in Point if "GPU" not in p.state and p is not Point.RESUMED]  # the job is moved
 _TOGETHER = 3  # jobs of one test
 
 # What continuous integration runs of the whole.

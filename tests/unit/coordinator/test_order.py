@@ -13,6 +13,8 @@ from gpucr_hpc.coordinator.checkpoint import Budget, Timings, checkpoint
 from gpucr_hpc.errors import CutNotPossible, DeadlineExceeded, GpucrError
 
 PHASES = ("prepare", "gpu_lock", "lock", "capture")
+STAYING = (*PHASES, "resume", "seal")
+BEFORE_THE_COMMIT = [*((phase, True) for phase in PHASES), *((phase, False) for phase in STAYING)]
 
 
 class Node:
@@ -23,14 +25,17 @@ class Node:
         "gpu_lock": ("prepare",),
         "lock": ("gpu_lock",),
         "capture": ("lock",),
+        "resume": ("capture",),
+        "seal": ("resume",),
         "commit": ("capture",),
-        "finish": ("capture", "commit"),
+        "finish": ("commit", "seal"),
     }
 
     def __init__(self, name: str, journal: list[str], fail: str = "", hang: str = "") -> None:
         self.name, self.journal, self.fail, self.hang = name, journal, fail, hang
         self.state = "new"
         self.busy = 0
+        self.all: list[Node] = []
         self.reached: set[str] = set()
 
     async def _phase(self, phase: str) -> None:
@@ -66,6 +71,13 @@ class Node:
     async def capture(self) -> None:
         await self._phase("capture")
 
+    async def resume(self) -> None:
+        assert all("capture" in node.reached for node in self.all), "the images would not be of one moment"
+        await self._phase("resume")
+
+    async def seal(self) -> None:
+        await self._phase("seal")
+
     async def commit(self) -> None:
         await self._phase("commit")
 
@@ -90,12 +102,14 @@ class Case:
             return fault.removeprefix(f"{name} ") if fault.startswith(f"{name} ") else ""
 
         self.nodes = [Node(name, self.journal, of(name, fail), of(name, hang)) for name in "ab"]
-        self.fail, self.hang = fail, hang
+        for node in self.nodes:
+            node.all = self.nodes
+        self.fail, self.hang, self.staying = fail, hang, False
         self.timings = Timings()
 
     def step(self, name: str) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
-            reached = {"publish": "capture", "leave": "commit"}[name]
+            reached = {"publish": "seal" if self.staying else "capture", "leave": "commit"}[name]
             assert {reached} == {node.state for node in self.nodes}, "only a whole set may be committed"
             self.journal.append(name)
             if self.hang == name:
@@ -110,17 +124,19 @@ class Case:
         if self.fail == "agree":
             raise GpucrError(reason="cannot agree")
 
-    def run(self, *, leave: bool = True, limit_s: float = 10.0) -> list[str]:
-        asyncio.run(
-            checkpoint(
-                self.nodes,
-                Budget("7", limit_s),
-                agree=self.agree,
-                publish=self.step("publish"),
-                leave=self.step("leave") if leave else None,
-                timings=self.timings,
-            )
+    async def take(self, *, leave: bool = True, limit_s: float = 10.0) -> None:
+        self.staying = not leave
+        await checkpoint(
+            self.nodes,
+            Budget("7", limit_s),
+            agree=self.agree,
+            publish=self.step("publish"),
+            leave=self.step("leave") if leave else None,
+            timings=self.timings,
         )
+
+    def run(self, *, leave: bool = True, limit_s: float = 10.0) -> list[str]:
+        asyncio.run(self.take(leave=leave, limit_s=limit_s))
         return self.journal
 
 
@@ -132,9 +148,12 @@ def test_every_node_reaches_a_phase_before_the_next():
 
 
 def test_staying_job_is_not_requeued():
+    """It runs on before its images are sealed, and nothing is left to be done at the commit."""
     case = Case()
-    assert "leave" not in case.run(leave=False)
-    assert [*PHASES, "commit", "finish"] == list(case.timings.phases)
+    journal = case.run(leave=False)
+    assert [f"{node} {phase}" for phase in STAYING for node in "ab"] == journal[:12]
+    assert ["publish", {"a finish", "b finish"}] == [journal[12], set(journal[13:])]
+    assert [*STAYING, "commit", "finish"] == list(case.timings.phases)
 
 
 def test_phases_are_timed():
@@ -144,15 +163,16 @@ def test_phases_are_timed():
     assert all(0 <= seconds < 5 for seconds in case.timings.phases.values())
 
 
-@pytest.mark.parametrize("fault", [f"{node} {phase}" for node in "ab" for phase in PHASES])
-def test_failure_of_a_node_undoes_all(fault):
+@pytest.mark.parametrize(("phase", "leave"), BEFORE_THE_COMMIT)
+@pytest.mark.parametrize("node", "ab")
+def test_failure_of_a_node_undoes_all(node, phase, leave):
     """Before the commit every node goes back, whichever failed and whenever; nothing is published."""
-    case = Case(fail=fault)
-    with pytest.raises(GpucrError, match=f"{fault[0]} cannot"):
-        case.run()
+    case = Case(fail=f"{node} {phase}")
+    with pytest.raises(GpucrError, match=f"{node} cannot"):
+        case.run(leave=leave)
     assert {"a undo", "b undo"} == set(case.journal[-2:])
     assert {"publish", "leave"}.isdisjoint(case.journal)
-    later = PHASES[PHASES.index(fault[2:]) + 1 :]
+    later = STAYING[STAYING.index(phase) + 1 :]
     assert not [line for line in case.journal if line[2:] in later], "no node goes on to a later phase"
 
 
@@ -195,14 +215,17 @@ def test_failure_of_commit_or_requeue_undoes_all(step):
 
 
 @pytest.mark.parametrize(
-    ("hang", "phase"),
-    [*((f"{node} {phase}", phase) for node in "ab" for phase in PHASES), ("publish", "commit")],
+    ("hang", "phase", "leave"),
+    [
+        *((f"{node} {phase}", phase, leave) for node in "ab" for phase, leave in BEFORE_THE_COMMIT),
+        *(("publish", "commit", leave) for leave in (True, False)),
+    ],
 )
-def test_deadline_undoes_all(hang, phase):
+def test_deadline_undoes_all(hang, phase, leave):
     """Time that runs out names the phase, and the job runs on."""
     case = Case(hang=hang)
     with pytest.raises(DeadlineExceeded, match=f"{phase} was not done within 0.6 s"):
-        case.run(limit_s=0.6)
+        case.run(limit_s=0.6, leave=leave)
     assert {"a undo", "b undo"} == set(case.journal[-2:])
 
 
@@ -237,16 +260,7 @@ def test_a_node_that_does_not_undo_keeps_no_other_frozen():
     case.nodes[1].undo = stuck
 
     async def run() -> None:
-        work = asyncio.ensure_future(
-            checkpoint(
-                case.nodes,
-                Budget("7", 10.0),
-                agree=case.agree,
-                publish=case.step("publish"),
-                leave=None,
-                timings=case.timings,
-            )
-        )
+        work = asyncio.ensure_future(case.take(leave=False))
         async with asyncio.timeout(5):
             while "a undo" not in case.journal:
                 await asyncio.sleep(0.001)
@@ -258,22 +272,14 @@ def test_a_node_that_does_not_undo_keeps_no_other_frozen():
     asyncio.run(run())
 
 
-def test_cancellation_undoes_all():
-    """An agent that is told to stop in the middle leaves a running job behind."""
-    case = Case(hang="b capture")
+@pytest.mark.parametrize("phase", STAYING)
+def test_cancellation_undoes_all(phase):
+    """An agent that is told to stop in the middle, or a job that ends, leaves nothing frozen and nothing published."""
+    case = Case(hang=f"b {phase}")
 
     async def stop() -> None:
-        work = asyncio.ensure_future(
-            checkpoint(
-                case.nodes,
-                Budget("7", 10.0),
-                agree=case.agree,
-                publish=case.step("publish"),
-                leave=None,
-                timings=case.timings,
-            )
-        )
-        while "b capture" not in case.journal:
+        work = asyncio.ensure_future(case.take(leave=False))
+        while f"b {phase}" not in case.journal:
             await asyncio.sleep(0.001)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -13,9 +13,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-# A tree runs, is frozen with its image whole ("dumped"), is told that the job leaves ("marked"), or has ended.
+# A tree runs, is frozen with its image read ("dumped"), is told that the job leaves ("marked"), or has ended. One that
+# goes on is "resumed" with its image in memory, or "sealed" with a durable one.
 RUNS, LOCKED, DUMPED, MARKED, ENDED = "runs", "locked", "dumped", "marked", "ended"
-PHASES = ("lock", "capture", "publish", "commit", "requeue", "finish", "done")
+RESUMED, SEALED = "resumed", "sealed"
+LEAVING = ("lock", "capture", "publish", "commit", "requeue", "finish", "done")
+STAYING = ("lock", "capture", "resume", "seal", "publish", "finish", "done")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,12 @@ class Rules:
     publish_after_all: bool = True  # the commit waits for every image
     ask_slurm: bool = True  # a marked node that loses its lead asks Slurm whether the job has been requeued
     mark: bool = True  # nodes are told that the job leaves before the requeue
+    stays: bool = False  # the job goes on
+    resume_after_all: bool = True  # no tree runs before every one is captured
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return STAYING if self.stays else LEAVING
 
 
 def initial(nodes: int) -> State:
@@ -65,29 +74,32 @@ def steps(state: State, rules: Rules, max_faults: int) -> Iterator[State]:
             )
 
 
-TARGET = {"lock": LOCKED, "capture": DUMPED, "commit": MARKED, "finish": ENDED}
+TARGET = {"lock": LOCKED, "capture": DUMPED, "commit": MARKED, "finish": ENDED, "resume": RESUMED, "seal": SEALED}
 
 
 def lead_steps(state: State, rules: Rules) -> Iterator[State]:
     nodes = range(len(state.trees))
     if state.lead == "undo":
         for node in nodes:
-            if state.linked[node] and state.trees[node] in (LOCKED, DUMPED, MARKED):
+            if state.linked[node] and state.trees[node] in (LOCKED, DUMPED, MARKED, RESUMED, SEALED):
                 yield replace(state, trees=put(state.trees, node, RUNS))
         return
     if state.lead != "alive" or state.pc == "done":
         return
     if state.pc == "publish":
-        yield replace(state, pc="commit" if rules.mark else "requeue", told=frozenset(), published=True)
+        following = "finish" if rules.stays else "commit" if rules.mark else "requeue"
+        yield replace(state, pc=following, told=frozenset(), published=True)
         yield replace(state, lead="undo")  # a full or lost store
         return
     if state.pc == "requeue":
         yield replace(state, pc="finish", told=frozenset(), requeued=True)
         yield replace(state, lead="undo")  # Slurm refuses
         return
-    enough = len(nodes) if rules.publish_after_all or state.pc != "capture" else 1
-    if len(state.told) >= enough:
-        yield replace(state, pc=PHASES[PHASES.index(state.pc) + 1], told=frozenset())
+    early = (state.pc == ("seal" if rules.stays else "capture") and not rules.publish_after_all) or (
+        state.pc == "capture" and not rules.resume_after_all
+    )
+    if len(state.told) >= (1 if early else len(nodes)):
+        yield replace(state, pc=rules.phases[rules.phases.index(state.pc) + 1], told=frozenset())
         return
     for node in nodes:
         if node in state.told:
@@ -98,8 +110,9 @@ def lead_steps(state: State, rules: Rules) -> Iterator[State]:
             else:
                 yield replace(state, lead="undo")
             continue
-        yield replace(state, told=state.told | {node}, trees=put(state.trees, node, TARGET[state.pc]))
-        if state.pc in ("lock", "capture"):
+        after = RUNS if rules.stays and state.pc == "finish" else TARGET[state.pc]
+        yield replace(state, told=state.told | {node}, trees=put(state.trees, node, after))
+        if state.pc in ("lock", "capture", "resume", "seal"):
             yield replace(state, lead="undo")  # the node says no, or the time is up
 
 
@@ -107,7 +120,7 @@ def lonely_steps(state: State, rules: Rules) -> Iterator[State]:
     """What a node does that has lost its lead; node 0 when its agent has come back after a death."""
     for node, tree in enumerate(state.trees):
         alone = (not state.linked[node]) or (node == 0 and state.lead == "dead")
-        if not alone or tree not in (LOCKED, DUMPED, MARKED):
+        if not alone or tree not in (LOCKED, DUMPED, MARKED, RESUMED, SEALED):
             continue
         leaves = state.requeued if rules.ask_slurm and tree == MARKED else False
         if tree == MARKED and not state.requeued and rules.ask_slurm and state.lead == "alive":
@@ -135,23 +148,30 @@ def violations(state: State, *, final: bool) -> Iterator[str]:
         yield "requeued without a set"
     if ENDED in state.trees and not (state.published and state.requeued):
         yield "a tree was ended although the job does not come back"
+    if RESUMED in state.trees and LOCKED in state.trees and state.lead == "alive" and all(state.linked):
+        yield "a tree ran on before every one was captured"
     whole = LOCKED not in state.trees or not all(state.linked) or state.lead != "alive"
+    if RESUMED in state.trees and state.published and state.lead == "alive" and all(state.linked):
+        yield "published before every image was whole"
     if state.published and state.pc in ("commit", "requeue") and not whole:
         yield "published before every image was whole"
     if not final:
         return
     if set(state.trees) & {LOCKED, DUMPED, MARKED}:
         yield "a tree stays frozen for ever"
+    if set(state.trees) & {RESUMED, SEALED}:
+        yield "an image is kept that nobody will publish"
     if state.requeued and RUNS in state.trees:
         yield "a tree runs on although the job goes on elsewhere"
     if not state.requeued and ENDED in state.trees:
         yield "a part of the job is gone"
 
 
+@pytest.mark.parametrize("stays", [False, True])
 @pytest.mark.parametrize(("nodes", "faults"), [(2, 0), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
-def test_nothing_is_lost_and_nothing_runs_twice(nodes: int, faults: int) -> None:
+def test_nothing_is_lost_and_nothing_runs_twice(nodes: int, faults: int, stays: bool) -> None:
     """Whatever dies and whenever: a whole set before any end, no frozen tree left, no second copy of the job."""
-    states, bad = explore(nodes, Rules(), faults)
+    states, bad = explore(nodes, Rules(stays=stays), faults)
     assert states > 10 * nodes
     assert bad == []
 
@@ -162,6 +182,8 @@ def test_nothing_is_lost_and_nothing_runs_twice(nodes: int, faults: int) -> None
         (Rules(ask_slurm=False), "a tree runs on although the job goes on elsewhere"),
         (Rules(mark=False), "a tree runs on although the job goes on elsewhere"),
         (Rules(publish_after_all=False), "published before every image was whole"),
+        (Rules(publish_after_all=False, stays=True), "published before every image was whole"),
+        (Rules(resume_after_all=False, stays=True), "a tree ran on before every one was captured"),
     ],
 )
 def test_weaker_protocols_are_found_out(rules: Rules, expected: str) -> None:

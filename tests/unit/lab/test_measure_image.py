@@ -13,7 +13,7 @@ def test_ratios_of_what_was_measured_only():
         "criu to disk": {"durable_s": 4.0, "stored_bytes": 200},
         "criu to tmpfs": {"freeze_s": 0.0, "restore_s": 2.0},
     }
-    found = measure_image.ratios(runs)
+    found = measure_image.ratios(runs | {"gpucr, runs on": {"freeze_s": 0.2}})
     assert 0.5 == found["durable / criu to disk"]
     assert 1.5 == found["restore / criu from tmpfs"]
     assert 0.25 == found["unchanged: durable / full"]

@@ -1,0 +1,96 @@
+"""ImageWriter with room for what is read before it is sealed."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from gpucr_hpc.errors import ImageError
+from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.reader import ImageReader
+from gpucr_hpc.image.writer import ImageWriter
+from gpucr_hpc.store.memory import MemoryStore
+
+ID, KEY = "20261127T232501Z-3f9a", DataKey(b"k" * 32, b"i" * 32)
+HEADERS = 1000  # bytes: more than those of all packs
+LIMIT_S = 20
+
+
+class Held:
+    """An image with two workers and so many chunks of room, in a store in memory."""
+
+    def __init__(self, room: int, expected: int) -> None:
+        self.store = MemoryStore()
+        self.staging = self.store.begin("41", ID)
+        self.image = ImageWriter(
+            self.staging.create,
+            checkpoint=ID,
+            node_rank=0,
+            key=KEY,
+            workers=2,
+            room_bytes=room * CHUNK_BYTES,
+            expected_bytes=expected * CHUNK_BYTES,
+        )
+
+    def take(self, name: str, data: bytes) -> None:
+        with self.image.stream(name) as stream:
+            stream.write(data)
+
+    def check(self, content: dict[str, bytes]) -> None:
+        entry = self.image.finish()
+        self.staging.publish(b"M")
+        with ImageReader(lambda name: self.store.open("41", ID, name), entry, checkpoint=ID, key=KEY) as image:
+            assert content == {name: image.read(name) for name in content}
+
+
+def test_nothing_is_sealed_before_the_end_when_all_fits_in():
+    """Reading has the processors for itself; what is small is sealed at once, since it would only waste a buffer."""
+    content = {"pages-1.img": os.urandom(5 * CHUNK_BYTES), "small": b"s" * 3000}
+    held = Held(room=8, expected=6)
+    held.take("pages-1.img", content["pages-1.img"])
+    assert held.image.bytes_stored < HEADERS
+    assert held.image.bytes_plain == 5 * CHUNK_BYTES
+    held.take("small", content["small"])
+    held.check(content)
+
+
+def test_beyond_the_room_sealing_begins():
+    """A job that is larger than it looked neither waits for ever nor takes more memory."""
+    content = {"pages-1.img": os.urandom(40 * CHUNK_BYTES)}
+    held = Held(room=8, expected=6)
+    work = threading.Thread(target=held.take, args=("pages-1.img", content["pages-1.img"]), daemon=True)
+    work.start()
+    work.join(LIMIT_S)
+    assert not work.is_alive()
+    assert held.image.bytes_stored > CHUNK_BYTES
+    held.check(content)
+
+
+def test_what_does_not_fit_is_sealed_as_it_comes():
+    """Holding back would only lose time."""
+    held = Held(room=4, expected=40)
+    assert held.image._begin.is_set()
+    held.take("pages-1.img", data := os.urandom(3 * CHUNK_BYTES))
+    held.check({"pages-1.img": data})
+
+
+def test_giving_up_ends_what_is_held():
+    """The job has ended: the rest is not sealed, and whoever waits for it hears why."""
+    held = Held(room=8, expected=6)
+    held.take("pages-1.img", os.urandom(5 * CHUNK_BYTES))
+    held.image.give_up()
+    with pytest.raises(ImageError, match="was given up"):
+        held.image.finish()
+    held.image.abort()
+    assert held.image.bytes_stored < HEADERS
+
+
+def test_an_abort_ends_what_is_held():
+    """No thread waits for ever."""
+    held = Held(room=8, expected=6)
+    held.take("pages-1.img", os.urandom(5 * CHUNK_BYTES))
+    held.image.abort()
+    assert held.image.bytes_stored < HEADERS
