@@ -257,6 +257,7 @@ class LocalParticipant:
         await self._gpus.go()
         await self._job.go_on(detached=self.detached, message="", phase=Phase.SEALING)
         self.detached, self._resumed = False, True
+        self._job.dumping = None
 
     @timed
     async def seal(self) -> None:
