@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import lead
 from gpucr_hpc.agent.phase import AT_WORK, Phase
-from gpucr_hpc.errors import Busy, GpucrError
+from gpucr_hpc.errors import Busy, CheckpointGivenUp, GpucrError
 from gpucr_hpc.log import Log
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Clock:
             await lead.checkpoint(job, "interval", leave=False)
             # A store that is slow must not have the job frozen all the time.
             times.mark = max(began, time.time() - interval_s / 2)
+        except CheckpointGivenUp:
+            times.mark = time.time()  # the job ends, or leaves with another checkpoint
         except Busy:
             return
         except GpucrError as error:

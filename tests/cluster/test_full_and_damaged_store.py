@@ -183,15 +183,20 @@ def test_work_after_the_last_set_is_rolled_back_when_a_node_dies(lab: Lab) -> No
     on = bench(lab, "store-node")
     job = on.submit("""
         exec 5>>appended
-        for ((i = 1; i <= 60; i++)); do echo "line $i"; echo "$i" >&5; sleep 0.1; done
+        for ((i = 1; i <= 60; i++)); do
+            echo "line $i"; echo "$i" >&5; sleep 0.1
+            until [ $i -ne 20 -o -e on ] && [ $i -ne 45 -o -e go ]; do sleep 0.1; done
+        done
         exit 6
     """, name="job")  # fmt: skip
     set_name = job.says("line 10\n").checkpoint()["checkpoint"]
+    (job.directory / "on").touch()
     job.says("line 30\n")
     node = job.node
     lab.kill(node)
     job.back(1, 90)
     assert job.node != node
+    (job.directory / "go").touch()
     job.end(6)
     assert job.out == "".join(f"line {n}\n" for n in range(1, 61))
     assert job.file("appended") == "".join(f"{n}\n" for n in range(1, 61))
