@@ -164,8 +164,10 @@ def measure(nodes: int, rounds: int) -> dict[str, Any]:
     seed, site = os.urandom(32), SiteKey(os.urandom(32))
     key = SigningKey(seed)
     here, there = multiprocessing.Pipe()
-    other = multiprocessing.Process(target=_nodes, args=(nodes, seed, there))
+    # A daemon: when something fails here it is ended, not waited for.
+    other = multiprocessing.Process(target=_nodes, args=(nodes, seed, there), daemon=True)
     other.start()
+    there.close()  # so that its death, of a port that is taken, say, ends the wait for its word
     assert here.recv() == "ready"
     base_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     connector = peers.Connector(key, _PORT)
