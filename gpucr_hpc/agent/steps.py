@@ -46,7 +46,8 @@ class Step:
     """One srun of the job. key, port, token: from its proxy. argv, env, cwd, umask: as the user called srun.
 
     pid, start: of the real srun's wrapper, 0 when it does not run. supervised: False for --no-checkpoint.
-    launch: names this start of the real srun; supervisors of an earlier one are sent away by it.
+    launch: names this start of the real srun; supervisors of an earlier one are sent away by it, and what an earlier
+    one says and how it ends is not read for this one's: it may end when the job is on this node again.
     """
 
     key: str
@@ -61,6 +62,11 @@ class Step:
     pid: int = 0
     start: int = 0
     launch: str = ""
+
+    @property
+    def run(self) -> str:
+        """The name of this start of the real srun in the run directory."""
+        return f"{self.key}.{self.launch}"
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -178,10 +184,10 @@ class Steps:
     ) -> None:
         """Start the real srun of a step; variables named in `without` are kept from it."""
         job = self._job
+        step.launch = secrets.token_hex(8)
         if step.supervised:
             assert job.geometry is not None
             stdio = f"{network.address(job.context.config.network, 0)}:{step.port}"
-            step.launch = secrets.token_hex(8)
             await job.on_all("step", key=step.key, stdio=stdio, token=step.token, launch=step.launch)
         directory = job.run_dir.steps
         batch = job.supervisors["batch"]
@@ -191,11 +197,11 @@ class Steps:
             env.pop(name, None)
         if step.supervised:
             env |= {"GPUCR_STEP": step.key, LAUNCH_VARIABLE: step.launch}
-        said = os.open(directory / f"{step.key}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        said = os.open(directory / f"{step.run}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         cwd = step.cwd if os.path.isdir(step.cwd) else "/"
         try:
             process = await asyncio.create_subprocess_exec(
-                *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.key)), "--"),
+                *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.run)), "--"),
                 *(*limits_argv(step.rlimits), find_program("srun"), *args.argv()),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=said,
@@ -220,7 +226,7 @@ class Steps:
     async def watch(self, step: Step) -> None:
         """Pass on what a real srun says, and its end. Works for one that an earlier agent started, too."""
         directory, shown = self._job.run_dir.steps, 0
-        said, result = directory / f"{step.key}.out", self._job.run_dir.step_status(step.key)
+        said, result = directory / f"{step.run}.out", self._job.run_dir.step_status(step.run)
         while True:
             ended = start_time(step.pid) != step.start or result.exists()
             try:
@@ -252,8 +258,8 @@ class Steps:
             await asyncio.sleep(_WATCH_INTERVAL_S)  # a checkpoint is under way; the shepherd comes back after it
         self.steps.pop(step.key, None)
         log.info("step ended", job=self._job.job, step=step.key, status=status)
-        (self._job.run_dir.steps / f"{step.key}.out").unlink(missing_ok=True)
-        self._job.run_dir.step_status(step.key).unlink(missing_ok=True)
+        (self._job.run_dir.steps / f"{step.run}.out").unlink(missing_ok=True)
+        self._job.run_dir.step_status(step.run).unlink(missing_ok=True)
         with contextlib.suppress(GpucrError):
             await self._job.on_all("step_end", key=step.key)
         self._job.save()

@@ -60,9 +60,9 @@ class RunDir:
         """What the real sruns of the job's steps said, and their host files."""
         return self.path / "steps"
 
-    def step_status(self, key: str) -> Path:
-        """Result of a real srun, written by its wrapper as the user: text from the user, to be read as such."""
-        return self.path / "user" / f"{key}.status"
+    def step_status(self, run: str) -> Path:
+        """Result of one start of a real srun, written by its wrapper as the user: to be read as text from the user."""
+        return self.path / "user" / f"{run}.status"
 
     @property
     def script(self) -> Path:
