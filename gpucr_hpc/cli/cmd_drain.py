@@ -155,7 +155,7 @@ class _Work:
         if self._dry_run:
             empty = not await work.look()
             for job in work.jobs:
-                job.state = "would move" if job.protected else f"would {self._others}"
+                job.state = {True: "would move", False: f"would {self._others}", None: "unknown"}[job.protected]
             return work.jobs, empty
         await slurm.drain(nodes, self._reason)
         empty = await work.run(self._deadline)

@@ -22,13 +22,14 @@ _TRIES, _RETRY_S = 3, 5.0
 
 @dataclass
 class Leaving:
-    """A job on the nodes that are to be emptied. state: `waiting`, `moving`, `left`, `failed`, or `running` for one
-    that is not protected and is waited for. took_s: seconds from the order to the commit."""
+    """A job on the nodes that are to be emptied. protected: None while its agent does not answer. state: `waiting`,
+    `moving`, `left`, `failed`, or `running` for one that is not protected and is waited for. took_s: seconds from the
+    order to the commit."""
 
     job: str
     uid: int
     nodes: str
-    protected: bool
+    protected: bool | None
     state: str = "waiting"
     detail: str = ""
     tries: int = 0
@@ -56,15 +57,30 @@ class Drain:
     async def look(self) -> bool:
         """Ask Slurm and the agents what is on the nodes; whether anything is."""
         there = {info.job: info for info in await slurm.jobs_on(self._nodes)}
-        fresh = [info for name, info in there.items() if name not in self._jobs and info.running]
-        protected = await _protected(fresh)
-        for info in fresh:
-            self._jobs[info.job] = Leaving(info.job, info.uid, info.nodes, info.job in protected)
+        now = time.monotonic()
+        unsure = [info for info in there.values() if info.running and self._is_unsure(info.job, now)]
+        known = await _protection(unsure)
+        for info in unsure:
+            job = self._jobs.setdefault(info.job, Leaving(info.job, info.uid, info.nodes, None))
+            job.protected = known.get(info.job)
+            if job.protected is None:
+                job.detail = f"the agent on {info.batch_host} does not answer"
+            elif job.protected or job.state == "waiting":
+                job.state, job.detail = "waiting", ""
+            else:
+                job.not_before = now + _RETRY_S
         for job in self._jobs.values():
             if job.job not in there and job.state != "left":
                 job.state, job.detail = "left", job.detail if job.state == "moving" else "ended by itself"
         self._show(self.jobs)
         return bool(there)
+
+    def _is_unsure(self, name: str, now: float) -> bool:
+        """Whether the agents are to be asked: the job is new here, its agent was away, or it had not come to it yet."""
+        job = self._jobs.get(name)
+        if job is None or job.protected is None:
+            return True
+        return job.state == "running" and now >= job.not_before
 
     async def run(self, deadline: float | None) -> bool:
         """Move what can be moved until the nodes are empty, the deadline (monotonic clock) has passed, or nothing more
@@ -75,7 +91,7 @@ class Drain:
                 return False
             now = time.monotonic()
             for job in self._jobs.values():
-                if job.state == "waiting" and now >= job.not_before:
+                if job.state == "waiting" and job.protected is not None and now >= job.not_before:
                     self._begin(job)
             alive = {"waiting", "moving", "left", "running"}
             if deadline is None and all(job.state not in alive for job in self._jobs.values() if job.state != "left"):
@@ -93,6 +109,7 @@ class Drain:
     def _begin(self, job: Leaving) -> None:
         if not job.protected and self._others == "wait":
             job.state, job.detail = "running", "not protected, its end is waited for"
+            job.not_before = time.monotonic() + _RETRY_S
             return
         job.state = "moving"
         task = asyncio.ensure_future(self._move(job))
@@ -108,7 +125,7 @@ class Drain:
                 job.took_s = round(time.monotonic() - start, 2)
             except GpucrError as error:
                 job.detail = str(error)
-                again = job.protected and job.tries < _TRIES
+                again = bool(job.protected) and job.tries < _TRIES
                 job.state, job.not_before = ("waiting", time.monotonic() + _RETRY_S) if again else ("failed", 0.0)
             self._show(self.jobs)
 
@@ -129,10 +146,13 @@ class Drain:
         job.detail = "not protected, requeued: it starts from its beginning"
 
 
-async def _protected(jobs: list[slurm.JobInfo]) -> set[str]:
-    """Which of these jobs the agents of their first nodes protect."""
+async def _protection(jobs: list[slurm.JobInfo]) -> dict[str, bool]:
+    """Whether the agents of their first nodes protect these jobs; without those whose agent does not answer, which may
+    hold years of work."""
     hosts = sorted({info.batch_host for info in jobs if info.batch_host})
     if not hosts:
-        return set()
-    answer = await asyncio.to_thread(ask, "status", nodes=hosts)
-    return {str(job["job"]) for node in answer["nodes"] for job in node["jobs"] if job["node_rank"] == 0}
+        return {}
+    nodes = (await asyncio.to_thread(ask, "status", nodes=hosts))["nodes"]
+    silent = {node["node"] for node in nodes if node.get("problem")}
+    protected = {str(job["job"]) for node in nodes for job in node["jobs"] if job["node_rank"] == 0}
+    return {info.job: info.job in protected for info in jobs if info.batch_host not in silent}
