@@ -53,8 +53,8 @@ def drain(job: JobRun, kill: bool) -> None:
     argv = ["gpucr", "drain", node, "--reason", "test", "--deadline", "60s"]
     orders = [lambda: job.lab.exec(other, argv, timeout_s=100)]
     each([*orders, lambda: kill_agent(job.lab, node)] if kill else orders)
-    job.lab.exec(other, ["gpucr", "undrain", node])
     wait_until(lambda: job.info["job_state"] == ["RUNNING"] and job.node != node, 60, "the job on another node")
+    job.lab.exec(other, ["gpucr", "undrain", node])
     seen = len(job.out)
     wait_until(lambda: len(job.out) > seen, 60, "the job to go on")
 
