@@ -27,7 +27,8 @@ def _parser() -> argparse.ArgumentParser:
         return command
 
     build = add("build", "build the root file system and layers only (cached)")
-    build.add_argument("--layer", action="append", default=[], choices=list(LAYERS), help="more programs for jobs")
+    choices = [*LAYERS, "all"]
+    build.add_argument("--layer", action="append", default=[], choices=choices, help="more programs for jobs")
     up = add("up", "start the cluster, building what is missing, and wait until Slurm can use it")
     up.add_argument("--nodes", type=int, default=4, metavar="N", help=f"compute nodes, 1-{conf.MAX_NODES} (4)")
     up.add_argument(
@@ -81,7 +82,7 @@ def _run(lab: Lab, options: argparse.Namespace) -> int:
     match options.command:
         case "build":
             print(lab.build())
-            for name in options.layer:
+            for name in LAYERS if "all" in options.layer else options.layer:
                 print(lab.layer(name))
         case "up":
             plugin = not options.no_plugin
