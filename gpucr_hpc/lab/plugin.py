@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,9 @@ def build(source: Path, rootfs: Path, cache: Path) -> Path | None:
     if result.is_dir():
         os.utime(result)
         return result
-    work = cache / "plugin" / f"building.{os.getpid()}"
+    result.parent.mkdir(parents=True, exist_ok=True)
+    # Not by a process number: those of boxes, which share the cache, are alike.
+    work = Path(tempfile.mkdtemp(prefix="building.", dir=result.parent))
     try:
         make(source, rootfs, work, _INSTALL)
         installed = work / "out/usr/lib/gpucr"

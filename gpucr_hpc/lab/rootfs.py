@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -105,14 +106,14 @@ def ensure(recipe: Recipe, say: Callable[[str], None], cache: Path = CACHE, keep
 
 def _remove_others(cache: Path, keep: tuple[Path, ...]) -> None:
     for entry in cache.iterdir():
-        ours = re.fullmatch(r"building\.\d+|[0-9a-f]{16}", entry.name)
+        ours = re.fullmatch(r"building\.\w+|[0-9a-f]{16}", entry.name)
         if ours and entry / "rootfs" not in keep:
             shutil.rmtree(entry)
 
 
 def _build(recipe: Recipe, rootfs: Path, say: Callable[[str], None], cache: Path) -> None:
-    work = cache / f"building.{os.getpid()}"
-    work.mkdir(mode=0o755)
+    work = Path(tempfile.mkdtemp(prefix="building.", dir=cache))
+    work.chmod(0o755)
     hook = work / "customize"
     hook.write_text(recipe.customize)
     mirror = debian_mirror()
@@ -146,7 +147,7 @@ def ensure_layer(recipe: Recipe, layer: Layer, say: Callable[[str], None], cache
 
 def _fetch_layer(recipe: Recipe, layer: Layer, rootfs: Path, target: Path, say: Callable[[str], None]) -> None:
     """Download with the host's apt what is missing in the root file system, and unpack it."""
-    work = target.with_name(f"{target.name}.{os.getpid()}")
+    work = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
     for name in ("lists/partial", "archives/partial", "root"):
         (work / name).mkdir(parents=True)
     say(f"fetching {', '.join(layer.packages)} (once)")

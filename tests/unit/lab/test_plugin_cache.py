@@ -55,3 +55,21 @@ def test_what_nobody_wanted_for_days_goes(tmp_path: Path, built: list[Path]) -> 
     plugin.build(two, tmp_path / "root", tmp_path)  # wanted again
     plugin.build(checkout(tmp_path / "c", "three"), tmp_path / "root", tmp_path)
     assert (first.exists(), wanted.exists()) == (False, True)
+
+
+def test_builds_at_the_same_time(tmp_path: Path, built: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By processes of one number, as those of two boxes are: neither takes away what the other is making."""
+    one, two = checkout(tmp_path / "a", "one"), checkout(tmp_path / "b", "two")
+    alone = plugin.make
+
+    def make(source: Path, rootfs: Path, work: Path, arguments: Sequence[str]) -> None:
+        if source == one:
+            (work / "half done").touch()
+            plugin.build(two, tmp_path / "root", tmp_path)
+            assert (work / "half done").exists()
+        alone(source, rootfs, work, arguments)
+
+    monkeypatch.setattr(plugin, "make", make)
+    found = [plugin.build(source, tmp_path / "root", tmp_path) for source in (one, two)]
+    assert ["one", "two"] == [(path / "gpucr.so").read_text() for path in found if path]
+    assert [two, one] == built
