@@ -2,7 +2,7 @@
 
 The command has pid, network (loopback only), mount, ipc, uts and cgroup namespaces of its own, an empty /run, and in
 $GPUCR_LAB a place for a lab; other files are the machine's, the cache with the lab's root file system among them. There
-is no way out to a network: what a lab is built from must be there before (`scripts/lab build --layer mpi`).
+is no way out to a network: what a lab is built from must be there before (`scripts/lab build --layer all`).
 
 Three processes: the *front*, which the caller started and waits for; below it the box's PID 1, which reaps and whose
 end is the end of all in the box; beside it a *janitor* in a session of its own, which sees the front end (also by
