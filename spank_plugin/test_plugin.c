@@ -95,24 +95,26 @@ static void cookie_is_of_this_submission(void)
 	CHECK_STR(NULL, getenv("GPUCR_COOKIE"));
 }
 
-static void options_that_mean_protection(void)
+/* Given to sbatch, abbreviated, protects at submission; in the script, when the option is read. */
+static void means_protection(const char *option, const char *given, const char *written, const char *value)
 {
-	submit("sbatch --checkpoint-on-t SCRIPT", "#!/bin/sh\n", 0);
+	char line[256], script[256];
+
+	snprintf(line, sizeof(line), "sbatch %s SCRIPT", given);
+	submit(line, "#!/bin/sh\n", 0);
 	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
-	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --checkpoint-on-timeout\n", 0);
+	snprintf(script, sizeof(script), "#!/bin/sh\n#SBATCH %s\n", written);
+	submit("sbatch SCRIPT", script, 0);
 	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
-	CHECK(stub_option("checkpoint-on-timeout", "(null)", 0) == 0);
+	CHECK(stub_option(option, value, 0) == 0);
 	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
 }
 
-static void restore_means_protection(void)
+static void options_that_mean_protection(void)
 {
-	submit("sbatch --rest 20261127T232501Z-3f9a SCRIPT", "#!/bin/sh\n", 0);
-	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
-	submit("sbatch SCRIPT", "#!/bin/sh\n#SBATCH --restore-from=20261127T232501Z-3f9a\n", 0);
-	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
-	CHECK(stub_option("restore-from", "20261127T232501Z-3f9a", 0) == 0);
-	CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	means_protection("checkpoint-on-timeout", "--checkpoint-on-t", "--checkpoint-on-timeout", "(null)");
+	means_protection("restore-from", "--rest 20261127T232501Z-3f9a", "--restore-from=20261127T232501Z-3f9a",
+			 "20261127T232501Z-3f9a");
 	CHECK(strlen(getenv("GPUCR_COOKIE")) == 32);
 }
 
@@ -400,7 +402,7 @@ int main(void)
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
 		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule, only_batch_jobs,
-		restore_means_protection, restore_without_protection_is_refused,
+		restore_without_protection_is_refused,
 	};
 	const char *tmp = getenv("TMPDIR");
 	int bad = 0;
