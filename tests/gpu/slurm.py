@@ -107,16 +107,17 @@ def move(bench: Bench, steps: int) -> dict[str, object]:
     bench.protected("job")
     bench.until(lambda: min(map(len, bench.logs("job"))) >= 10, 90, "every rank trains")
     first = bench.lab.exec("ctl", ["squeue", "-h", "-n", "train.sh", "-o", "%N"]).stdout.strip()
-    other = next(name for name in bench.lab.nodes()[1:] if name != first)
+    # One node is left alone, the other is taken away for good: the job can come back on the third only.
+    other, third = (name for name in bench.lab.nodes()[1:] if name != first)
     bench.protected("plain", f"--nodelist={other}")
-    bench.submit("high", "--partition=high", "--exclusive", f"--nodelist={first}", "--mem=1G", "--wrap", "sleep 15")
+    bench.submit("high", "--partition=high", "--exclusive", f"--nodelist={first}", "--mem=1G", "--wrap", "sleep 600")
     bench.until(lambda: "the job leaves" in bench.text("job.out"), 60, "checkpoint")
     bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("plain")), 120, "undisturbed job has passed")
-    bench.until(lambda: "restored on" in bench.text("job.out"), 60, "restore")
+    bench.until(lambda: f"restored on {third}" in bench.text("job.out"), 60, f"restore on {third}")
     bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("job")), 120, "preempted job has passed")
     if bench.logs("job") != bench.logs("plain"):
         raise Failed("the losses differ from the undisturbed job's")
-    return {"first": first, "said": bench.text("job.out").splitlines(), "steps": len(bench.logs("job")[0]) - 1}
+    return {"from": first, "to": third, "said": bench.text("job.out").splitlines(), "steps": len(bench.logs("job")[0]) - 1}
 
 
 def main() -> int:
@@ -135,8 +136,10 @@ def main() -> int:
     result: dict[str, object] = {"result": "FAILED", "cards": cards}
     try:
         settings = ["GresTypes=gpu", f"node.Gres=gpu:{cards}", f"node.CPUs={os.cpu_count()}", *args.set]
-        lab.up(2, settings, fresh=True)
-        result |= move(bench, args.steps) | {"result": "ok"}
+        lab.up(3, settings, fresh=True)
+        result |= move(bench, args.steps)
+        print(lab.exec(lab.nodes()[1], ["gpucr", "doctor"], check=False).stdout)
+        result["result"] = "ok"
     except (Failed, GpucrError) as error:
         result["why"] = str(error)
         bench.evidence()
