@@ -274,6 +274,7 @@ class _Checkpoint:
                     job.job,
                     peer,
                     self._local.staged,
+                    run=job.run,
                     checkpoint=self._id,
                     data_key=self._key.reveal_hex(),
                     leave_running=not self._leave,

@@ -207,6 +207,7 @@ class ProtectedJob:
     async def hello(self, supervisor: Supervisor) -> None:
         """A supervisor is there: start its task, attach it, or tell it to go."""
         if supervisor.key == "batch":
+            await self._end_earlier_run(supervisor)
             async with self.turn:
                 self.supervisors["batch"] = supervisor
                 self._batch = [supervisor.pid, start_time(supervisor.pid)]
@@ -215,6 +216,14 @@ class ProtectedJob:
             await self._hello_step(supervisor)
         async with self._arrived:
             self._arrived.notify_all()
+
+    async def _end_earlier_run(self, supervisor: Supervisor) -> None:
+        """Remove what an earlier run has left here, as lead or as member: its capsule is not that of the new run."""
+        if supervisor.hello.int("RESTART") <= self.run:
+            return
+        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING) and supervisor.lives():
+            await asyncio.sleep(_LOOK_INTERVAL_S)  # it is being undone, or leaves
+        await self.clear()
 
     async def _hello_batch(self, supervisor: Supervisor) -> None:
         again = supervisor.hello.get("MODE") == "again"
@@ -371,6 +380,9 @@ class ProtectedJob:
             return
         if known and self.phase is Phase.RESTORING:
             await self.step_failed(f"the supervisor of task {supervisor.key} on {self.context.node} ended")
+        if not self.supervisors and self.phase in AT_WORK and self.capsule is not None and not self.capsule.alive():
+            self.spawn(self.discard())  # the batch supervisor has gone before, when a checkpoint was under way
+            return
         self.spawn(self._task_lost(supervisor))
 
     async def _task_lost(self, supervisor: Supervisor) -> None:
@@ -490,12 +502,12 @@ class ProtectedJob:
             await self.stop_sealing()
         self.context.connector.forget(self.job)
         async with self.turn:
-            geometry, self.geometry = self.geometry, None
+            geometry, self.geometry, run = self.geometry, None, self.run
             await discard(self.job, self.run_dir, self.capsule)
             self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
             self.steps = Steps(self)
         if geometry is not None and self.node_rank == 0:
-            await lead.discard_members(self.context, self.job, geometry)
+            await lead.discard_members(self.context, self.job, geometry, run)
 
     def keep_ready(self) -> None:
         """When this node leads the job: have connections to the other nodes waiting for its next checkpoint."""
@@ -504,8 +516,8 @@ class ProtectedJob:
 
     @property
     def idle(self) -> bool:
-        """Nothing of the job is on this node any more."""
-        return self.capsule is None and not self.supervisors
+        """Nothing of the job is on this node any more, and nothing is being made of it."""
+        return self.capsule is None and not self.supervisors and self.restore is None and not self.turn.locked()
 
     def dump_progress(self) -> dict[str, Any] | None:
         """How far a checkpoint is that is under way on this node."""

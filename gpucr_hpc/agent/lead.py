@@ -60,17 +60,17 @@ async def on_members(job: ProtectedJob, verb: str, **fields: Any) -> list[Any]:
     async def ask(rank: int) -> Any:
         assert geometry is not None
         async with job.context.connector.to(job.job, geometry.nodes[rank], geometry.addresses[rank]) as peer:
-            return await peer.call(verb, job=job.job, **fields)
+            return await peer.call(verb, **{"job": job.job, "run": job.run} | fields)
 
     return await peers.each(ask, list(range(1, len(geometry.nodes))))
 
 
-async def discard_members(context: Context, job: str, geometry: Geometry) -> None:
-    """Tell the other nodes that the job is over; one that does not answer notices it from Slurm."""
+async def discard_members(context: Context, job: str, geometry: Geometry, run: int) -> None:
+    """Tell the other nodes that this run of the job is over; one that does not answer notices it from Slurm."""
 
     async def ask(rank: int) -> None:
         async with context.connector.to(job, geometry.nodes[rank], geometry.addresses[rank]) as peer:
-            await peer.call("discard", job=job)
+            await peer.call("discard", job=job, run=run)
 
     try:
         await peers.each(ask, list(range(1, len(geometry.nodes))))
@@ -144,7 +144,7 @@ async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) 
             await restarting.restart(job, supervisor, info)
     except BaseException:
         if job.geometry is not None:
-            await discard_members(job.context, job.job, job.geometry)
+            await discard_members(job.context, job.job, job.geometry, job.run)
         await discard(job.job, job.run_dir, job.capsule)
         job.capsule, job.phase, job.tasks = None, Phase.NEW, set()
         raise

@@ -19,7 +19,7 @@ from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity
 from gpucr_hpc.engine.openfiles import FilesPolicy
-from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected
+from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected, RunOver
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 
@@ -41,10 +41,13 @@ class MemberSession(Session):
         self._restore: NodeRestore | None = None
         self._job: ProtectedJob | None = None
 
-    def _get(self, job: str) -> ProtectedJob:
+    def _get(self, job: str, run: int) -> ProtectedJob:
+        """The job as it runs here; a lead of another run, which may not know it yet, has no say in it."""
         found = self._jobs.get(job)
         if found is None or found.capsule is None:
             raise JobNotProtected(job=job, node=self._context.node)
+        if found.run != run:
+            raise RunOver(job=job, run=run)
         return found
 
     def _set_up(self, job: str, node_rank: int, fields: dict[str, Any]) -> ProtectedJob:
@@ -62,7 +65,7 @@ class MemberSession(Session):
         """Make this node's capsule for a job that starts."""
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
-        await self._clear(job)  # of a lead that died while it began this run
+        await self._clear(job, fields["run"])  # of a lead that died while it began this run
         rank = fields["nodes"].index(self._context.node)
         found = self._set_up(job, rank, fields)
         async with found.turn:
@@ -81,11 +84,11 @@ class MemberSession(Session):
             await found.steps.connect()
             found.spawn(found.watch_capsule())
 
-    async def do_step(self, job: str, key: str, stdio: str, token: str, launch: str) -> None:
-        await self._get(job).on_step(key, stdio, token, launch)
+    async def do_step(self, job: str, run: int, key: str, stdio: str, token: str, launch: str) -> None:
+        await self._get(job, run).on_step(key, stdio, token, launch)
 
-    async def do_step_end(self, job: str, key: str) -> None:
-        await self._get(job).on_step_end(key)
+    async def do_step_end(self, job: str, run: int, key: str) -> None:
+        await self._get(job, run).on_step_end(key)
 
     async def do_part_died(self, job: str, node: str, run: int) -> None:
         """Said to the lead by another node."""
@@ -93,10 +96,10 @@ class MemberSession(Session):
         if found is not None and found.node_rank == 0 and found.run == run:
             found.spawn(found.part_died(node))
 
-    async def do_discard(self, job: str) -> None:
-        """The job is over."""
+    async def do_discard(self, job: str, run: int) -> None:
+        """This run of the job is over."""
         found = self._jobs.get(job)
-        if found is not None:
+        if found is not None and found.run <= run:
             await found.discard()
             if found.idle:
                 self._jobs.pop(job, None)
@@ -104,9 +107,9 @@ class MemberSession(Session):
     # --- checkpoint -------------------------------------------------------------------------------------
 
     async def do_prepare(
-        self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
+        self, job: str, run: int, checkpoint: str, data_key: str, leave_running: bool, full: bool = False
     ) -> dict[str, Any]:
-        found = self._get(job)
+        found = self._get(job, run)
         while found.phase in (Phase.CHECKPOINTING, Phase.SEALING):  # one whose lead was lost is still being undone
             await asyncio.sleep(_LOOK_INTERVAL_S)
         if found.phase is not Phase.RUNNING:
@@ -196,18 +199,21 @@ class MemberSession(Session):
     ) -> None:
         if self._context.criu is None:
             raise self._context.criu_problem or CapsuleError(job=job, node=self._context.node, reason="no CRIU")
-        await self._clear(job)
+        await self._clear(job, fields["run"])
         self._job = self._set_up(job, node_rank, fields)
         decoded = manifest_file.decode(base64.b64decode(manifest), "manifest", self._context.trusted, job=of)
         self._restore = self._job.restore = NodeRestore(self._job, decoded, ran_on=ran_on)
         await self._restore.build()
 
-    async def _clear(self, job: str) -> None:
+    async def _clear(self, job: str, run: int) -> None:
         """Nothing of an earlier attempt may be there, nor a supervisor that waits for its word; the end of that
-        attempt's connection may be noticed late."""
+        attempt's connection may be noticed late. Raises RunOver for a lead that is late itself."""
         old = self._jobs.get(job)
-        if old is not None:
-            await old.clear()
+        if old is None:
+            return
+        if old.run > run and not old.idle:
+            raise RunOver(job=job, run=run)
+        await old.clear()
 
     async def do_restore_run(self, job: str) -> None:
         assert self._restore is not None, job
@@ -215,9 +221,10 @@ class MemberSession(Session):
 
     async def do_restore_open(self, job: str) -> None:
         assert self._restore is not None, job
+        assert self._job is not None
         await self._restore.open("")
-        self._restore = self._jobs[job].restore = None
-        self._jobs[job].spawn(self._jobs[job].watch_capsule())
+        self._restore = self._job.restore = None
+        self._job.spawn(self._job.watch_capsule())
 
     # --- the end of the connection ----------------------------------------------------------------------
 
@@ -233,6 +240,8 @@ class MemberSession(Session):
         if self._restore is not None:
             restore, self._restore = self._restore, None
             await restore.undo()
+            if self._job is not None and self._job.restore is restore:
+                self._job.restore = None
 
     async def _has_left(self, job: ProtectedJob) -> bool:
         """After a commit only Slurm knows whether the requeue that was to follow has happened."""

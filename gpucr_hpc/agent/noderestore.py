@@ -22,7 +22,7 @@ from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
-from gpucr_hpc.errors import CoordinationError, GpucrError, PermissionRefused, RestoreFailed
+from gpucr_hpc.errors import CoordinationError, GpucrError, PermissionRefused, RestoreFailed, RunOver
 from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -249,6 +249,8 @@ class NodeRestore:
     async def open(self, message: str) -> None:
         """Every node has its tree back: packets pass, supervisors relay."""
         job = self._job
+        if self._over:  # what is there now belongs to another attempt
+            raise RunOver(job=job.job, run=job.run)
         if job.capsule is None or not job.capsule.alive():
             # Not refused by CRIU: with a supervisor of a step that was killed, its processes were.
             raise CoordinationError(job=job.job, reason=f"on {job.context.node} it died after its tree had come back")

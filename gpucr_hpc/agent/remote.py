@@ -28,6 +28,7 @@ class RemoteParticipant:
         peer: Peer,
         staged: asyncio.Event,
         *,
+        run: int,
         checkpoint: str,
         data_key: str,
         leave_running: bool,
@@ -35,6 +36,7 @@ class RemoteParticipant:
     ) -> None:
         self._job, self._peer, self._staged = job, peer, staged
         self._fields = {
+            "run": run,
             "checkpoint": checkpoint,
             "data_key": data_key,
             "leave_running": leave_running,

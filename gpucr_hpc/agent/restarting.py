@@ -45,6 +45,7 @@ HELD_EXIT_CODE = 125
 _AGAINST_SET = (ImageError, StoreError, KeyFileError, WrongKey)
 _PERSIST_S = 120.0
 _PAUSE_S = 2.0
+_UNDO_LIMIT_S = 20.0
 
 
 async def restart(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
@@ -147,6 +148,7 @@ class RemoteRestore:
     def __init__(self, job: ProtectedJob, rank: int, peer: Peer, of: str, manifest: bytes, *, ran_on: bool) -> None:
         self._job, self._rank, self._peer = job, rank, peer
         self._of, self._manifest, self._ran_on = of, manifest, ran_on
+        self._open = False
 
     async def build(self) -> None:
         await self._peer.call(
@@ -163,9 +165,15 @@ class RemoteRestore:
         await self._peer.call("restore_run", job=self._job.job)
 
     async def open(self, _message: str) -> None:
+        self._open = True
         await self._peer.call("restore_open", job=self._job.job)
 
     async def undo(self) -> None:
+        if self._open:  # to the node the restore is over
+            try:
+                await asyncio.wait_for(self._peer.call("discard", job=self._job.job, run=self._job.run), _UNDO_LIMIT_S)
+            except (GpucrError, TimeoutError) as error:
+                log.warning("a node was not told of the end", job=self._job.job, error=str(error))
         self._peer.close()
 
     async def close(self) -> None:

@@ -242,8 +242,8 @@ class Steps:
             if ended:
                 break
             await asyncio.sleep(_WATCH_INTERVAL_S)
-        if self.steps.get(step.key) is not step:
-            return  # of a restore that was given up
+        if self._given_up(step):
+            return
         if self._job.phase is Phase.RESTORING:
             await self._job.step_failed(f"srun of step {step.key} ended: {_shown(said)}")
             return
@@ -251,9 +251,14 @@ class Steps:
             return  # ended because the job leaves: after the move the step goes on
         await self._end(step, _read_status(result))
 
+    def _given_up(self, step: Step) -> bool:
+        """Whether a srun is of a restore that was given up, or of an earlier run of the job."""
+        return self._job.steps is not self or self.steps.get(step.key) is not step
+
     async def _end(self, step: Step, status: int) -> None:
-        while not await self._tell(wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=status)):
-            if self._job.leaving or self._job.capsule is None:
+        told = wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=status)
+        while self._given_up(step) or not await self._tell(told):
+            if self._job.leaving or self._given_up(step):
                 return
             await asyncio.sleep(_WATCH_INTERVAL_S)  # a checkpoint is under way; the shepherd comes back after it
         self.steps.pop(step.key, None)

@@ -81,8 +81,10 @@ class SimulatedNode(peers.Session):
         self._reached = verb
         return await super().request(verb, fields)
 
-    async def do_prepare(self, job: str, checkpoint: str, data_key: str, leave_running: bool, full: bool) -> Any:
-        assert (job, bool(data_key), leave_running, full) == (_JOB, True, False, False), checkpoint
+    async def do_prepare(
+        self, job: str, run: int, checkpoint: str, data_key: str, leave_running: bool, full: bool
+    ) -> Any:
+        assert (job, run, bool(data_key), leave_running, full) == (_JOB, 0, True, False, False), checkpoint
         return {"gpus": False}
 
     async def do_join(self, **_: Any) -> None: ...
@@ -130,7 +132,9 @@ async def _checkpoint(nodes: int, connector: peers.Connector, signing: SigningKe
     start, cpu_s, timings = time.monotonic(), time.process_time(), Timings()
     connections = await connector.open_all(_JOB, others)
     parts = [
-        RemoteParticipant(_JOB, peer, staged, checkpoint=identity, data_key=key.reveal_hex(), leave_running=False)
+        RemoteParticipant(
+            _JOB, peer, staged, run=0, checkpoint=identity, data_key=key.reveal_hex(), leave_running=False
+        )
         for peer in connections
     ]
     timings.mark("connect")

@@ -117,7 +117,8 @@ def move(bench: Bench, steps: int) -> dict[str, object]:
     bench.until(lambda: all(log[-1:] == ["passed"] for log in bench.logs("job")), 120, "preempted job has passed")
     if bench.logs("job") != bench.logs("plain"):
         raise Failed("the losses differ from the undisturbed job's")
-    return {"from": first, "to": third, "said": bench.text("job.out").splitlines(), "steps": len(bench.logs("job")[0]) - 1}
+    said = bench.text("job.out").splitlines()
+    return {"from": first, "to": third, "said": said, "steps": len(bench.logs("job")[0]) - 1}
 
 
 def main() -> int:
