@@ -139,7 +139,8 @@ def main() -> int:
         settings = ["GresTypes=gpu", f"node.Gres=gpu:{cards}", f"node.CPUs={os.cpu_count()}", *args.set]
         lab.up(3, settings, fresh=True)
         result |= move(bench, args.steps)
-        print(lab.exec(lab.nodes()[1], ["gpucr", "doctor"], check=False).stdout)
+        doctor = lab.exec(lab.nodes()[1], ["gpucr", "doctor"], check=False)
+        print(doctor.stdout, doctor.stderr)
         result["result"] = "ok"
     except (Failed, GpucrError) as error:
         result["why"] = str(error)
