@@ -17,6 +17,8 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     rank, size = comm.Get_rank(), comm.Get_size()
     total = np.zeros(1000)
+    if rank == 0:
+        print("by", MPI.get_vendor()[0], flush=True)
     for step in range(iterations):
         mine = np.arange(1000.0) * (rank + 1) + step
         summed = np.empty_like(mine)
@@ -33,6 +35,7 @@ def main() -> None:
         if rank == 0 and step % 20 == 0:
             print(f"step {step} of {iterations}", flush=True)
         time.sleep(pause_s)
+    MPI.Finalize()
     if rank == 0:
         print("RESULT", hashlib.sha256(total.tobytes()).hexdigest())
 

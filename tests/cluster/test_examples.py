@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import zipfile
-from pathlib import Path
-
-import openmm_wheel
 import pytest
+import wheels
 from jobs import LONG, Bench, JobRun, bench
 from test_node_failure import lose
 
@@ -65,26 +60,7 @@ def test_example_moves(lab, words, sign):
 @pytest.fixture(scope="session")
 def openmm(require_lab) -> str:
     """OpenMM for the lab's Python, unpacked on the shared directory; its place in the nodes."""
-    lab: Lab = require_lab()
-    wheel = openmm_wheel.fetched(lab)
-    target = lab.state / "shared/python" / wheel.stem
-    if not (target / "openmm").is_dir():
-        unpack(wheel, target)
-    return f"/shared/python/{wheel.stem}"
-
-
-def unpack(wheel: Path, target: Path) -> None:
-    """Unpack for everybody to read; the last step is the rename."""
-    half = target.with_name(f"{target.name}.new")
-    shutil.rmtree(half, ignore_errors=True)
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(half)
-    for directory, _, names in os.walk(half):
-        os.chmod(directory, 0o755)
-        for name in names:
-            os.chmod(Path(directory, name), 0o644)
-    target.parent.chmod(0o755)
-    half.rename(target)
+    return wheels.unpacked(require_lab(), "openmm")
 
 
 def test_folding_moves(lab, openmm):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import wheels
 from jobs import Bench, JobRun, bench
 from test_examples import EXAMPLES, result, submit
 
@@ -36,7 +37,32 @@ def test_mpi4py_by_open_mpi(mpi_lab, moves):
         assert before.isdisjoint(hosts(moved))
     moved.end(timeout_s=150)
     assert plain.out == moved.out
-    assert moved.out.endswith("mpirun ended with 0\n")
+    assert moved.out.startswith("by Open MPI\n")
+    assert moved.out.endswith("mpirun.openmpi ended with 0\n")
+
+
+@pytest.fixture(scope="session")
+def mpi4py(require_lab) -> str:
+    """mpi4py's wheel, which takes the MPI that it is told, unpacked on the shared directory; its place in the nodes."""
+    return wheels.unpacked(require_lab(), "mpi4py")
+
+
+@pytest.mark.parametrize("launcher", ["srun --mpi=pmi2", "mpirun.mpich"], ids=["srun", "hydra"])
+def test_mpi4py_by_mpich(lab, mpi4py, launcher):
+    """The ranks of a Python program end MPI after a move as without one, started by srun or by hydra."""
+    name = launcher.split()[0]
+    on = at(lab, f"reduce-{name}", "reduce.sh", "reduce.py")
+    env = {"MPIRUN": launcher, "PYTHONPATH": mpi4py, "MPI4PY_MPIABI": "mpich", "MPI4PY_LIBMPI": "libmpi.so.12"}
+    plain = submit(on, "plain", ["--no-checkpoint", "reduce.sh", "200", "0.001"], env).end(timeout_s=120)
+    moved = submit(on, "moved", ["reduce.sh", "200", "0.02"], env).running()
+    moved.says("step 20 of")
+    before = hosts(moved)
+    moved.move()
+    assert before.isdisjoint(hosts(moved))
+    moved.end(timeout_s=150)
+    assert plain.out == moved.out
+    assert moved.out.startswith("by MPICH\n")
+    assert moved.out.endswith(f"{name} ended with 0\n")
 
 
 def test_gromacs_energies_are_those_of_an_undisturbed_run(mpi_lab):
