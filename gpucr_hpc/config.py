@@ -107,8 +107,9 @@ class CudaConfig:
     GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to rest; short, since a rank that waits in
     a collective for a locked one never does. copy_limit_s: time limit of a copy between GPU and host, to which is
     added, for each GiB of it, copy_limit_s_per_gib: seconds. memory_wait_s: how long a restore waits for GPU memory
-    that another program holds. stop_threads: whether GPU processes are dumped stopped, so that none of their threads
-    runs before GPU memory is back; without it a JAX process dies at its restore.
+    that another program holds. nccl_limit_s: how long the ranks of NCCL may take to come to a common point before a
+    checkpoint, and to make their communicators again after it. stop_threads: whether GPU processes are dumped stopped,
+    so that none of their threads runs before GPU memory is back; without it a JAX process dies at its restore.
     """
 
     driver: str = "auto"
@@ -116,6 +117,7 @@ class CudaConfig:
     copy_limit_s: float = 60.0
     copy_limit_s_per_gib: float = 8.0
     memory_wait_s: float = 30.0
+    nccl_limit_s: float = 20.0
     stop_threads: bool = True
 
 

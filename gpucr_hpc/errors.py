@@ -354,7 +354,7 @@ class RunOver(CoordinationError):
 
 
 class NcclCutNotReached(CoordinationError):
-    """job {job}: its NCCL operations did not come to a common point within {limit_s:g} s"""
+    """job {job}: its NCCL operations did not come to a common point within {limit_s:g} s: {reason}"""
 
     exit_code = 77
     retryable = True

@@ -23,6 +23,7 @@ class Point(Enum):
     """number, name, on which agents ("lead": the first node's; "each": every node's), and what holds there."""
 
     PREPARED = (1, "after prepare", "lead", "every node has passed its checks, workers wait; nothing is touched")
+    QUIET = (13, "after quiesce", "lead", "NCCL's communicators are gone, at a common cut (jobs whose NCCL is rebuilt)")
     GPUS_HELD = (2, "after gpu_lock", "lead", "work on every GPU has come to rest")
     LOCKED = (3, "after lock", "lead", "shepherds are detached, no packet passes")
     GPUS_SAVED = (4, "gpu checkpointed", "each", "GPU memory is in host memory (jobs with GPUs)")

@@ -183,6 +183,12 @@ class Channel:
         except (ConnectionError, RuntimeError):
             pass
 
+    async def end(self) -> None:
+        """Say that nothing more comes, and wait until the other side has closed; what it still sends is dropped."""
+        self._writer.write_eof()
+        while await self._reader.read(1 << 16):
+            pass
+
     def close(self) -> None:
         self._writer.close()
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #define _GNU_SOURCE
 #include "config.h"
+#include "options.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -13,6 +14,8 @@ void config_defaults(struct config *c)
 	memset(c, 0, sizeof(*c));
 	strcpy(c->agent_socket, "/run/gpucr/agent.sock");
 	strcpy(c->task, "/usr/lib/gpucr/gpucr-task");
+	strcpy(c->nccl, "keep");
+	strcpy(c->nccl_library, "/usr/lib/gpucr/libgpucr_nccl.so");
 	c->signal = 50;
 	c->signal_time_s = 60;
 }
@@ -61,6 +64,14 @@ const char *config_apply(struct config *c, const char *arg)
 		c->fail_unprotected = !strcmp(value, "fail");
 		return c->fail_unprotected || !strcmp(value, "run") ? NULL : "run or fail is needed";
 	}
+	if (KEY("nccl")) {
+		if (!valid_nccl(value))
+			return "keep, safe or rebuild is needed";
+		strcpy(c->nccl, value);
+		return NULL;
+	}
+	if (KEY("nccl_library"))
+		return set_path(c->nccl_library, sizeof(c->nccl_library), value);
 #undef KEY
 	return "unknown key";
 }

@@ -10,6 +10,8 @@ struct config {
 	char task[256];
 	int signal, signal_time_s;
 	bool fail_unprotected;
+	char nccl[8]; /* for jobs with GPUs whose user says nothing */
+	char nccl_library[256];
 };
 
 void config_defaults(struct config *c);

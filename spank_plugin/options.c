@@ -52,9 +52,10 @@ static int take(char *where, size_t size, const char *name, const char *arg, boo
 	return 0;
 }
 
-static bool valid_nccl(const char *s)
+/* Also the values of the key nccl in plugstack.conf. */
+bool valid_nccl(const char *s)
 {
-	return !strcmp(s, "keep") || !strcmp(s, "safe");
+	return !strcmp(s, "keep") || !strcmp(s, "safe") || !strcmp(s, "rebuild");
 }
 
 static bool valid_dir(const char *s)
@@ -128,8 +129,7 @@ static int given(int which, const char *arg, int remote)
 		}
 		break;
 	case NCCL:
-		r = take(options.nccl, sizeof(options.nccl), "checkpoint-nccl", arg, valid_nccl, "write keep or safe");
-		options.nccl_safe = !strcmp(options.nccl, "safe");
+		r = take(options.nccl, sizeof(options.nccl), "checkpoint-nccl", arg, valid_nccl, "write keep, safe or rebuild");
 		break;
 	}
 	if (!remote && options_changed && (which == ON || which == OFF || which == TIMEOUT || which == RESTORE))
@@ -141,8 +141,9 @@ static struct spank_option table[] = {
 	{ OPTION_ON, NULL, "[gpucr] when the job is preempted, write a checkpoint, requeue it and go on from there", 0, ON, given },
 	{ "checkpoint-interval", "TIME", "[gpucr] write a checkpoint every TIME, such as 30m or 1h", 1, INTERVAL, given },
 	{ "checkpoint-dir", "PATH", "[gpucr] keep the checkpoints below this absolute path", 1, DIR, given },
-	{ "checkpoint-nccl", "keep|safe",
-	  "[gpucr] NCCL between GPUs of one node: at full speed, and not protected (keep, the default), or over sockets", 1, NCCL, given },
+	{ "checkpoint-nccl", "keep|safe|rebuild",
+	  "[gpucr] NCCL between GPUs of one node: at full speed, and not protected (keep), over sockets (safe), or at full speed "
+	  "and made again after each checkpoint (rebuild)", 1, NCCL, given },
 	{ "checkpoint-files", "POLICY", "[gpucr] files that grew after the checkpoint: rollback (default), keep or refuse", 1, FILES, given },
 	{ OPTION_TIMEOUT, NULL, "[gpucr] write a checkpoint before the time limit, requeue the job and go on", 0, TIMEOUT, given },
 	{ "checkpoint-rounds", "N", "[gpucr] do that at most N times", 1, ROUNDS, given },

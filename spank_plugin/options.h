@@ -13,7 +13,6 @@
 
 struct options {
 	bool on, off; /* on: also by an option that means nothing without protection */
-	bool nccl_safe; /* NCCL without the transports that cannot be restored */
 	bool on_timeout;
 	char interval[64];
 	char dir[4096];
@@ -29,5 +28,6 @@ extern void (*options_changed)(void);
 
 void options_register(spank_t sp);
 bool options_protect(void); /* on, and not off */
+bool valid_nccl(const char *s);
 
 #endif

@@ -239,6 +239,48 @@ static void nccl_over_sockets(spank_t sp)
 	spank_setenv(sp, "NCCL_NVLS_ENABLE", "0", 0);
 }
 
+/* In front of all: the communicators that the program gets are ours, and can be made again. Not twice: a step has the
+ * environment of its batch script. */
+static void nccl_interposer(spank_t sp)
+{
+	const char *library = config.nccl_library;
+	char old[4096] = "", fresh[sizeof(old) + sizeof(config.nccl_library) + 1];
+
+	if (access(library, R_OK) < 0) {
+		slurm_spank_log("gpucr: %s is not there: NCCL is left as it is", library);
+		return;
+	}
+	if (spank_getenv(sp, "LD_PRELOAD", old, sizeof(old)) == ESPANK_NOSPACE) {
+		slurm_spank_log("gpucr: LD_PRELOAD is too long: NCCL is left as it is");
+		return;
+	}
+	if (strstr(old, library))
+		return;
+	snprintf(fresh, sizeof(fresh), "%s%s%s", library, *old ? ":" : "", old);
+	spank_setenv(sp, "LD_PRELOAD", fresh, 1);
+}
+
+static bool has_gpus(spank_t sp)
+{
+	static const char *const names[] = { "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES" };
+	char text[8];
+
+	for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+		if (spank_getenv(sp, names[i], text, sizeof(text)) != ESPANK_ENV_NOEXIST)
+			return true;
+	return false;
+}
+
+static void set_up_nccl(spank_t sp)
+{
+	const char *wish = *options.nccl ? options.nccl : has_gpus(sp) ? config.nccl : "keep";
+
+	if (!strcmp(wish, "safe"))
+		nccl_over_sockets(sp);
+	else if (!strcmp(wish, "rebuild"))
+		nccl_interposer(sp);
+}
+
 int slurm_spank_task_init(spank_t sp, int ac, char **av)
 {
 	static char key[KEY_LEN + 2];
@@ -262,8 +304,7 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	spank_unsetenv(sp, "GPUCR_CAPSULE"); /* a name from an outer job; the agent sets it inside the capsule */
 	if (!ours || !options_protect())
 		return 0;
-	if (options.nccl_safe)
-		nccl_over_sockets(sp);
+	set_up_nccl(sp);
 	if (spank_get_item(sp, S_JOB_ID, &job) != ESPANK_SUCCESS) {
 		slurm_error("gpucr: no job id");
 		r = -1;

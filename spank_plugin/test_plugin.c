@@ -256,7 +256,7 @@ static void nccl_policy(void)
 {
 	submit("sbatch SCRIPT", "#!/bin/sh\n", 0);
 	CHECK(stub_option("checkpoint-nccl", "fast", 0) < 0);
-	CHECK(strstr(stub.error, "keep or safe"));
+	CHECK(strstr(stub.error, "keep, safe or rebuild"));
 	CHECK(stub_option("checkpoint-nccl", NULL, 0) < 0);
 	step(NULL, 0, SLURM_BATCH_SCRIPT);
 	CHECK(stub_option("checkpoint-nccl", "safe", 1) == 0);
@@ -272,6 +272,41 @@ static void nccl_policy(void)
 	CHECK(stub_option("checkpoint-nccl", "keep", 1) == 0);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR(NULL, getenv("NCCL_P2P_DISABLE"));
+}
+
+static void nccl_rebuild(void)
+{
+	const char *av[] = { "nccl=rebuild", "nccl_library=/etc/passwd" };
+	const char *gone[] = { "nccl_library=/no/such.so" };
+
+	unsetenv("CUDA_VISIBLE_DEVICES");
+	unsetenv("LD_PRELOAD");
+	step(av, 2, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("LD_PRELOAD")); /* a job without GPUs is left alone */
+	setenv("CUDA_VISIBLE_DEVICES", "0,1", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("/etc/passwd", getenv("LD_PRELOAD"));
+	setenv("LD_PRELOAD", "/lib/mine.so", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("/etc/passwd:/lib/mine.so", getenv("LD_PRELOAD"));
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("/etc/passwd:/lib/mine.so", getenv("LD_PRELOAD")); /* a step of that script */
+	unsetenv("LD_PRELOAD");
+	stub_option("checkpoint-nccl", "keep", 1); /* the user has the last word */
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("LD_PRELOAD"));
+	unsetenv("CUDA_VISIBLE_DEVICES");
+	stub_option("checkpoint-nccl", "rebuild", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR("/etc/passwd", getenv("LD_PRELOAD"));
+	unsetenv("LD_PRELOAD");
+	step(gone, 1, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
+	stub_option("checkpoint-nccl", "rebuild", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("LD_PRELOAD")); /* ld.so would complain in every process */
 }
 
 static void signal_of_control_environment(void)
@@ -400,7 +435,7 @@ int main(void)
 	static void (*const tests[])(void) = {
 		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
-		values_are_checked, batch_step, nccl_policy, signal_of_control_environment, other_steps, wrong_plugstack,
+		values_are_checked, batch_step, nccl_policy, nccl_rebuild, signal_of_control_environment, other_steps, wrong_plugstack,
 		cookie_is_of_this_submission, step_of_a_proxy, step_with_another_key, srun_in_capsule, only_batch_jobs,
 		restore_without_protection_is_refused,
 	};

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import recipients
 from gpucr_hpc.agent.catalog import Catalog
+from gpucr_hpc.agent.nccl import JobNccl
 from gpucr_hpc.agent.noderestore import STEPS_STREAM
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
@@ -122,6 +123,7 @@ class _Checkpoint:
             extra=self._extra,
         )
         self._remote: list[RemoteParticipant] = []
+        self._nccl = JobNccl(job, lambda: any(part.has_nccl for part in self._parts))
 
     @property
     def _parts(self) -> list[LocalParticipant | RemoteParticipant]:
@@ -170,6 +172,7 @@ class _Checkpoint:
                 "timeouts": job.timeouts,
                 "paths_of": job.paths_of,
                 "shape": job.shape,
+                "nccl": self._nccl.taken,
                 **spans,
             },
         )
@@ -204,6 +207,7 @@ class _Checkpoint:
                 publish=self._publish,
                 leave=self._requeue if self._leave else None,
                 timings=self._timings,
+                quiesce=self._nccl,
             )
         )
         if self._leave:

@@ -17,6 +17,7 @@ from gpucr_hpc.engine import preflight
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda import processes as procfs
 from gpucr_hpc.engine.cuda.node import NodeGpus
+from gpucr_hpc.engine.nccl import node as nccl
 from gpucr_hpc.errors import CudaDriverUnusable, CudaHostMemory, GpucrError
 from gpucr_hpc.log import Log
 from gpucr_hpc.units import format_bytes
@@ -103,7 +104,8 @@ async def look(job: ProtectedJob, capsule: Capsule) -> Use | None:
         await gpus.find(processes)
         if not gpus:
             return None
-        findings = preflight.check(processes, capsule.root, gpus=True) + gpu_preflight.check(gpus, processes)
+        findings = preflight.check(processes, capsule.root, gpus=True)
+        findings += gpu_preflight.check(gpus, processes, await nccl.covered(processes, capsule.uid))
         problem = preflight.summary(findings)
         try:
             gpu_preflight.check_memory(gpus)

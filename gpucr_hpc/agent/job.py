@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import checkpointing, gpuword, lead
+from gpucr_hpc.agent import checkpointing, gpuword, lead, nccl
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.dumpprogress import DumpProgress
@@ -55,6 +55,7 @@ class ProtectedJob:
         self.groups: tuple[int, ...] = ()
         self.run = self.node_rank = 0
         self.geometry: Geometry | None = None
+        self.nccl_turn = asyncio.Lock()
         self.steps = Steps(self)
         self.tasks: set[str] = set()  # keys of those that the shepherd has, ended or not
         self.expected: set[str] = set()  # keys of those whose supervisors a restore waits for
@@ -167,6 +168,8 @@ class ProtectedJob:
         self.spawn(self.watch_capsule())
         if self.node_rank == 0:
             self.spawn(gpuword.watch(self))
+            if self.run_dir.quiet.exists():
+                self.spawn(nccl.bring_back(self))
         log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
         return True
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from gpucr_hpc import slurm
+from gpucr_hpc.agent import nccl
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.noderestore import NodeRestore
@@ -18,6 +19,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity
+from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected, RunOver
 from gpucr_hpc.image import manifest as manifest_file
@@ -40,6 +42,7 @@ class MemberSession(Session):
         self._participant: LocalParticipant | None = None
         self._restore: NodeRestore | None = None
         self._job: ProtectedJob | None = None
+        self._ranks = NodeRanks([])
 
     def _get(self, job: str, run: int) -> ProtectedJob:
         """The job as it runs here; a lead of another run, which may not know it yet, has no say in it."""
@@ -121,7 +124,7 @@ class MemberSession(Session):
             found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running, full=full
         )
         await self._participant.make_ready()
-        return {"gpus": self._participant.has_gpus}
+        return {"gpus": self._participant.has_gpus, "nccl": self._participant.has_nccl}
 
     def _part(self, job: str) -> LocalParticipant:
         if self._participant is None:
@@ -192,6 +195,25 @@ class MemberSession(Session):
         await part.undo()
         await self._job.go_on(detached=part.detached, message="")
 
+    # --- NCCL -------------------------------------------------------------------------------------------
+
+    async def do_nccl_begin(self, job: str) -> None:
+        found = self._get(job)
+        if found.capsule is None or found.phase in (Phase.RESTORING, Phase.NEW):
+            raise JobNotProtected(job=job, node=self._context.node)
+        self._ranks = await nccl.ranks_here(found)
+
+    async def do_nccl(self, job: str, word: str, pairs: list[list[str]], at: int | None) -> list[Any]:  # noqa: ARG002
+        answers = await self._ranks.order(word, [(key, value) for key, value in pairs], at)
+        return [answer.pairs for answer in answers]
+
+    async def do_nccl_verify(self, job: str) -> None:  # noqa: ARG002 - every request names its job
+        await self._ranks.verify()
+
+    async def do_nccl_end(self, job: str) -> None:  # noqa: ARG002
+        ranks, self._ranks = self._ranks, NodeRanks([])
+        await ranks.close()
+
     # --- restore ----------------------------------------------------------------------------------------
 
     async def do_restore_build(
@@ -229,6 +251,7 @@ class MemberSession(Session):
     # --- the end of the connection ----------------------------------------------------------------------
 
     async def close(self) -> None:
+        self._ranks.drop()
         if self._participant is not None and self._job is not None:
             part, self._participant = self._participant, None
             if self._job.phase is Phase.REQUEUEING and await self._has_left(self._job):

@@ -18,6 +18,7 @@ from gpucr_hpc.engine import preflight, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
+from gpucr_hpc.engine.nccl import node as nccl
 from gpucr_hpc.engine.openfiles import OpenFile, output_files, writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
 from gpucr_hpc.engine.worker_client import WorkerClient
@@ -54,9 +55,10 @@ def timed(
 class LocalParticipant:
     """Implements coordinator.checkpoint.Participant for the capsule on this node.
 
-    After `lock`, `tasks` and `steps` say what runs here. After `capture`, `meta` is the image's engine section of the
-    manifest; `entry` is its entry as soon as it is durable. leave_running: the job goes on after it. full: whether the
-    image shall not refer to an earlier one. extra: files for the image beside CRIU's, asked for when all are locked.
+    After `make_ready`, `has_nccl` says whether a process uses NCCL under the interposer. After `lock`, `tasks` and
+    `steps` say what runs here. After `capture`, `meta` is the image's engine section of the manifest; `entry` is its
+    entry as soon as it is durable. leave_running: the job goes on after it. full: whether the image shall not refer to
+    an earlier one. extra: files for the image beside CRIU's, asked for when all are locked.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class LocalParticipant:
         self.own_s: dict[str, float] = {}
         self._base: dict[str, Any] | None = None
         self._resident = 0
+        self.has_nccl = False
 
     @property
     def names(self) -> dict[str, object]:
@@ -113,7 +116,9 @@ class LocalParticipant:
         gpus = context.config.cuda.driver != "off" and not self._gpus.absent
         findings = preflight.check(processes, capsule.root, gpus=gpus)
         if gpus:
-            findings += gpu_preflight.check(self._gpus, processes)
+            covered = await nccl.covered(processes, capsule.uid)
+            self.has_nccl = bool(covered)
+            findings += gpu_preflight.check(self._gpus, processes, covered)
         if findings:
             raise Refused(reason=preflight.summary(findings))
         gpu_preflight.check_memory(self._gpus)

@@ -42,7 +42,7 @@ class RemoteParticipant:
             "leave_running": leave_running,
             "full": full,
         }
-        self._gpus = False
+        self._gpus = self.has_nccl = False
         self.tasks: list[Task] = []
         self.steps: list[dict[str, Any]] = []
         self.entry: dict[str, Any] = {}
@@ -50,7 +50,8 @@ class RemoteParticipant:
         self.frozen_at = self.dump_s = self.freeze_s = 0.0
 
     async def prepare(self) -> None:
-        self._gpus = (await self._peer.call("prepare", job=self._job, **self._fields))["gpus"]
+        answer = await self._peer.call("prepare", job=self._job, **self._fields)
+        self._gpus, self.has_nccl = answer["gpus"], answer["nccl"]
         await self._staged.wait()
         await self._peer.call("join", job=self._job)
 

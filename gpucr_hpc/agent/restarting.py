@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import cloning, lead
+from gpucr_hpc.agent import cloning, lead, nccl
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.noderestore import NodeRestore
@@ -231,6 +231,8 @@ async def _restore(
         )
         # This node last: as long as its journal says that the restore is under way, all begin it once more after a
         # death of this agent; from then on the others' parts are open too.
+        if manifest.meta.get("nccl"):
+            job.run_dir.quiet.touch()
         await _all(part.open(text) for part in parts[1:])
         await local.open(text)
     except BaseException:
@@ -239,6 +241,8 @@ async def _restore(
         raise
     for part in parts:
         await part.close()
+    if manifest.meta.get("nccl"):
+        await nccl.bring_back(job)
     await _tell(job, supervisor, local.report)
     job.spawn(slurm.comment(job.job, f"gpucr: restored from {manifest.checkpoint} at {rfc3339()}"))
     job.keep_ready()

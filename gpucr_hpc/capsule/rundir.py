@@ -56,6 +56,11 @@ class RunDir:
         return self.images / "leaving"
 
     @property
+    def quiet(self) -> Path:
+        """There, on the job's first node, while its ranks of NCCL may stand at a cut: a later agent lets them go on."""
+        return self.path / "quiet"
+
+    @property
     def steps(self) -> Path:
         """What the real sruns of the job's steps said, and their host files."""
         return self.path / "steps"

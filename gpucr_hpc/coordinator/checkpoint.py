@@ -74,6 +74,18 @@ class Participant(Protocol):
         is not touched."""
 
 
+class Quiesce(Protocol):
+    """What the ranks of a job share beyond their nodes, and what no image can hold: NCCL's communicators."""
+
+    async def take(self, left_s: float) -> None:
+        """After `prepare` of every node: have it gone within the time left, in seconds. Nothing of it is needed for
+        `gpu_lock` and later; an error undoes the checkpoint."""
+
+    async def give_back(self) -> None:
+        """Whatever `take` has reached: have it again, after all trees run on; must not raise. Nothing is done where it
+        is back already. When it is cut off it is asked for again."""
+
+
 @dataclass
 class Budget:
     """Time left for a checkpoint, in seconds of the monotonic clock."""
@@ -107,6 +119,7 @@ async def checkpoint(
     publish: Callable[[], Awaitable[None]],
     leave: Callable[[], Awaitable[None]] | None,
     timings: Timings,
+    quiesce: Quiesce | None = None,
 ) -> None:
     """Take one checkpoint.
 
@@ -114,11 +127,17 @@ async def checkpoint(
 
     agree: called when all are LOCKED, raises when the cut cannot be taken now. publish: makes it exist. leave: called
     after the commit and before any tree ends, to requeue the job; when it fails the trees run on, and the checkpoint
-    stays. Raises the first error after everything is undone.
+    stays. quiesce: taken between `prepare` and `gpu_lock`, and given back as soon as all trees of a job run that goes
+    on here. Raises the first error after everything is undone.
     """
     try:
         for phase in _STAYING if leave is None else _LEAVING:
             if phase == "gpu_lock":
+                if quiesce is not None:
+                    # The ranks catch up with each other, for which they need their GPUs and the network.
+                    await _within(quiesce.take(budget.left()), "quiesce", budget)
+                    timings.mark("quiesce")
+                    await reach(Point.QUIET, budget.job)
                 # Before any network is locked: a collective over it would wait for packets for ever.
                 await _hold_gpus(participants, budget)
             else:
@@ -128,6 +147,10 @@ async def checkpoint(
             timings.mark(phase)
             if phase in _REACHED:
                 await reach(_REACHED[phase], budget.job)
+            if phase == "resume" and quiesce is not None:
+                # The ranks wait for it: no image is sealed before.
+                await quiesce.give_back()
+                timings.mark("give_back")
         await _within(publish(), "commit", budget)
         timings.mark("commit")
         await reach(Point.COMMITTED, budget.job)
@@ -138,7 +161,7 @@ async def checkpoint(
             await reach(Point.REQUEUED, budget.job)
     except BaseException as error:
         log.warning("checkpoint undone", job=budget.job, error=str(error) or repr(error))
-        await asyncio.shield(_undo(participants))
+        await asyncio.shield(_undo(participants, quiesce))
         raise
     done = await asyncio.gather(*(p.finish() for p in participants), return_exceptions=True)
     for result in done:
@@ -185,5 +208,7 @@ async def _within(work: Awaitable[_Result], phase: str, budget: Budget) -> _Resu
         raise DeadlineExceeded(job=budget.job, phase=phase, limit_s=budget.limit_s) from None
 
 
-async def _undo(participants: Sequence[Participant]) -> None:
+async def _undo(participants: Sequence[Participant], quiesce: Quiesce | None) -> None:
     await asyncio.gather(*(p.undo() for p in participants))
+    if quiesce is not None:
+        await quiesce.give_back()

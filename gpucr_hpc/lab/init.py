@@ -21,6 +21,7 @@ from pathlib import Path
 
 RUN = Path("/run/lab")
 FAULTS = RUN / "faults"
+FAKE_DRIVER = RUN / "fake-driver"
 MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
 _PACKAGE = Path("/usr/lib/python3/dist-packages/gpucr_hpc")
 _RESTART_DELAY_S = 0.5
@@ -107,8 +108,9 @@ def daemons_of(role: str) -> list[Daemon]:
     if role == "ctl":
         ctld = ("/usr/sbin/slurmctld", "-D")
         return [munged, Daemon("slurmctld", ctld, _munge_answers, "/var/log/slurmctld.stderr")]
-    # Tests write files there and so choose fault points of the agent.
-    agent = ("/usr/bin/env", f"GPUCR_FAULTS={FAULTS}", "/usr/bin/python3", "-m", "gpucr_hpc.agent")
+    # Tests write files there and so choose fault points of the agent, or make that directory of a fake GPU driver.
+    variables = (f"GPUCR_FAULTS={FAULTS}", f"GPUCR_FAKE_CUDA={FAKE_DRIVER}")
+    agent = ("/usr/bin/env", *variables, "/usr/bin/python3", "-m", "gpucr_hpc.agent")
     return [
         munged,
         Daemon("slurmd", ("/usr/sbin/slurmd", "-D"), _controller_answers, "/var/log/slurmd.stderr", restart=True),

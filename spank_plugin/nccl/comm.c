@@ -43,7 +43,8 @@ static ncclConfig_t *config_copy(const ncclConfig_t *config)
 	return copy;
 }
 
-static struct comm *comm_new(struct thread *t, uint64_t gid, int nranks, int rank, const ncclConfig_t *config)
+static struct comm *comm_new(struct thread *t, uint64_t gid, int nranks, int rank, const ncclConfig_t *config,
+                             struct comm *parent)
 {
 	struct comm *c = calloc(1, sizeof(*c));
 
@@ -55,6 +56,8 @@ static struct comm *comm_new(struct thread *t, uint64_t gid, int nranks, int ran
 	c->rank = rank;
 	c->context = cuda_context(&c->device);
 	c->config = config_copy(config);
+	c->parent = parent;
+	c->by_id = !parent;
 	pthread_mutex_lock(&state_lock);
 	c->next = comms;
 	comms = c;
@@ -87,6 +90,7 @@ void comms_made(struct thread *t)
 	while ((c = t->made) != NULL) {
 		ncclComm_t r = atomic_load(&c->real);
 		ncclResult_t async = ncclSuccess;
+		int nranks, rank, device;
 
 		t->made = c->made_next;
 		t->inside = true;
@@ -104,11 +108,17 @@ void comms_made(struct thread *t)
 		}
 		while (real.ncclCommGetAsyncError(r, &async) == ncclSuccess && async == ncclInProgress)
 			usleep(200); /* a communicator that does not block is ready when its call returns */
-		if (async != ncclSuccess || real.ncclCommCount(r, &c->nranks) != ncclSuccess ||
-		    real.ncclCommUserRank(r, &c->rank) != ncclSuccess || real.ncclCommCuDevice(r, &c->device) != ncclSuccess)
+		if (async != ncclSuccess || real.ncclCommCount(r, &nranks) != ncclSuccess ||
+		    real.ncclCommUserRank(r, &rank) != ncclSuccess || real.ncclCommCuDevice(r, &device) != ncclSuccess) {
 			atomic_store(&c->state, LOST);
-		else
+		} else {
+			pthread_mutex_lock(&state_lock);
+			c->nranks = nranks;
+			c->rank = rank;
+			c->device = device;
 			atomic_store(&c->state, READY);
+			pthread_mutex_unlock(&state_lock);
+		}
 		t->inside = false;
 	}
 }
@@ -137,12 +147,11 @@ static ncclResult_t by_id(ncclComm_t *out, int nranks, uint64_t gid, int rank, c
 
 	if (!unit_begin(&t))
 		return call(arg, out);
-	c = comm_new(t, gid, nranks, rank, config);
+	c = comm_new(t, gid, nranks, rank, config, NULL);
 	if (!c) {
 		unit_end(t);
 		return ncclSystemError;
 	}
-	c->by_id = true;
 	r = call(arg, (ncclComm_t *)&c->real);
 	if (r == ncclSuccess || r == ncclInProgress) {
 		*out = (ncclComm_t)(void *)c;
@@ -209,13 +218,15 @@ API ncclResult_t ncclCommInitAll(ncclComm_t *comm, int ndev, const int *devlist)
 	gid = hash_int(hash(HASH, &now, sizeof(now)), ((uint64_t)getpid() << 32) | atomic_fetch_add(&number, 1));
 	r = real.ncclCommInitAll(comm, ndev, devlist);
 	for (int i = 0; r == ncclSuccess && i < ndev; i++) {
-		struct comm *c = comm_new(t, gid, ndev, i, NULL);
+		struct comm *c = comm_new(t, gid, ndev, i, NULL, NULL);
 
 		if (!c)
 			abort();
 		atomic_store(&c->real, comm[i]);
+		pthread_mutex_lock(&state_lock);
 		c->device = devlist ? devlist[i] : i;
 		c->context = cuda_primary(c->device);
+		pthread_mutex_unlock(&state_lock);
 		comm[i] = (ncclComm_t)(void *)c;
 	}
 	unit_end(t);
@@ -250,10 +261,8 @@ static ncclResult_t derive(ncclComm_t parent, ncclComm_t *out, struct derive *d)
 		gid = hash_int(hash_int(p->gid, ++p->children), d->shrink);
 		gid = d->shrink ? hash(gid, d->list, (size_t)d->a * sizeof(int)) : hash_int(gid, (uint64_t)d->a);
 		if (d->shrink || d->a != NO_COLOUR) {
-			c = comm_new(t, gid, 0, -1, d->config ? d->config : p->config);
+			c = comm_new(t, gid, 0, -1, d->config ? d->config : p->config, p);
 			r = c ? ncclSuccess : ncclSystemError;
-			if (c)
-				c->parent = p;
 		}
 	}
 	if (r == ncclSuccess)

@@ -209,8 +209,9 @@ static void serve(int fd)
 		frame_clear(&f);
 	}
 	rx_close(&rx);
-	/* Who asked for the cut is gone, and nothing has been torn down: the program goes on. */
-	if (cut_state == CLOSED || cut_state == DRAINING || cut_state == DRAINED)
+	/* Who asked for the cut is gone, and no rank was told to destroy anything: the program goes on. Once it has drained,
+	 * others may have been told: then it waits for the next agent. */
+	if (cut_state == CLOSED || cut_state == DRAINING)
 		cut_open(false);
 }
 

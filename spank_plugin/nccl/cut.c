@@ -12,7 +12,7 @@
 
 #include "state.h"
 
-enum cut_state cut_state;
+_Atomic enum cut_state cut_state;
 char cut_why[256];
 static bool cancelled; /* opened again while a thread was at work: it changes nothing more */
 static struct new_id *new_ids;

@@ -35,7 +35,8 @@ struct comm {
 	int nranks, rank, device;
 	void *context;
 	_Atomic int state;
-	bool by_id, finalized;
+	bool by_id;
+	_Atomic bool finalized;
 	uint32_t children;
 	ncclConfig_t *config;
 	struct redop *redops;
@@ -143,7 +144,7 @@ bool cuda_capturing(cudaStream_t stream);
 
 /* cut.c: one long action at a time, in a thread of its own. */
 enum cut_state { OPEN, CLOSED, DRAINING, DRAINED, DESTROYING, GONE, REBUILDING, REBUILT, FAILED };
-extern enum cut_state cut_state;
+extern _Atomic enum cut_state cut_state;
 extern char cut_why[256];
 struct new_id { uint64_t gid; ncclUniqueId id; };
 bool cut_close(void);

@@ -22,6 +22,7 @@ VICTIMS = (
     *("slurmd-lead", "slurmd-other", "node-lead", "node-other"),
 )
 POINTS = [p for p in Point if "GPU" not in p.state and p is not Point.RESUMED]  # the job is moved
+_IN_TIME = list(Point)
 _TOGETHER = 3  # jobs of one test
 
 # What continuous integration runs of the whole.
@@ -45,7 +46,8 @@ def possible(victim: str, point: Point) -> bool:
 def expected(victim: str, point: Point) -> set[str]:
     """How a job may come through."""
     what = victim.partition("-")[0]
-    committed, gone, back = (point.number >= p.number for p in (Point.COMMITTED, Point.REQUEUED, Point.CHECKED))
+    at, later = _IN_TIME.index(point), (Point.COMMITTED, Point.REQUEUED, Point.CHECKED)
+    committed, gone, back = (at >= _IN_TIME.index(p) for p in later)
     if victim == "slurmd-lead" and gone and not back:
         # One that is started anew takes the requeued job for its former run: Slurm holds the job (docs/admin.md).
         return {BACK, HELD}

@@ -15,12 +15,14 @@ from pathlib import Path
 
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Link
+from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.errors import GpucrError, NcclCutNotReached
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "spank_plugin" / "nccl"
 BUILD = ROOT / "spank_plugin" / "build" / "nccl"
-SANITIZERS = {"plain": "", "asan": "libasan.so"}
+FAKE_NCCL = [SOURCES / "fake" / name for name in ("socket.c", "operations.c", "communicators.c")]
+SANITIZERS = {"plain": "", "asan": "libasan.so", "tsan": "libtsan.so"}
 
 
 @dataclass
@@ -46,7 +48,7 @@ def build() -> None:
 
 def environment(folder: Path, kind: str | None) -> dict[str, str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("GPUCR_", "NCCL_"))}
-    env["LD_LIBRARY_PATH"] = str(BUILD / "fake" / "lib")
+    env["LD_LIBRARY_PATH"] = str(BUILD / "tsan" if kind == "tsan" else BUILD / "fake" / "lib")
     if kind is not None:
         env["GPUCR_NCCL_DIR"] = str(folder)
         preload = [str(BUILD / ("" if kind == "plain" else kind) / "libgpucr_nccl.so")]
@@ -57,6 +59,7 @@ def environment(folder: Path, kind: str | None) -> dict[str, str]:
             preload.insert(0, found.stdout.strip())
         env["LD_PRELOAD"] = " ".join(preload)
         env["ASAN_OPTIONS"] = "detect_leaks=0:abort_on_error=1"
+        env["TSAN_OPTIONS"] = "halt_on_error=1:abort_on_error=1"
     return env
 
 
@@ -85,7 +88,11 @@ async def run(
         arguments = [str(folder), str(rank), str(ranks), str(first), str(count), str(steps), str(threads)]
         children.append(
             await asyncio.create_subprocess_exec(
-                str(BUILD / "fake" / "program"), *arguments, stdout=out, stderr=err, env=environment(folder, kind)
+                str(BUILD / ("tsan" if kind == "tsan" else "fake") / "program"),
+                *arguments,
+                stdout=out,
+                stderr=err,
+                env=environment(folder, kind),
             )
         )
     outcome = Outcome({})
@@ -149,33 +156,37 @@ async def one_cut(
     ends: asyncio.Future[list[int]],
 ) -> None:
     loop = asyncio.get_running_loop()
-    links: list[Link] = []
+    ranks = NodeRanks([])
     start = loop.time()
     try:
-        for path, pid in zip(sockets, pids, strict=True):
-            links.append(await Link.connect(path, pid, os.getuid()))
-        cut = Cut("1", links)
+        await _connect(ranks, sockets, pids)
+        cut = Cut("1", [NodeRanks(ranks.links[:1]), NodeRanks(ranks.links[1:])])  # as on two nodes
+        await cut.bring_back(limit_s)  # a cut before may have been left by its agent
         await cut.take(limit_s)
         if chance.random() < 0.15:
             await cut.release()
             outcome.cuts["released"] += 1
             return
         if chance.random() < 0.1:
-            outcome.cuts["left"] += 1  # as if the agent had died: the processes go on by themselves
+            outcome.cuts["left"] += 1  # as if the agent had died: the next one brings back what there is
+            return
+        if chance.random() < 0.1:
+            await cut.nodes[0].order("destroy")
+            outcome.cuts["half destroyed"] += 1  # the agent dies when some nodes have heard of it
             return
         await cut.tear_down(limit_s)
         for pid in pids:
             assert "fake-nccl-peer" not in Path(f"/proc/{pid}/maps").read_text(), "peer memory after the end"
         if chance.random() < 0.3:  # as over a dump: another agent comes
-            for link in links:
-                link.close()
-            links[:] = [await Link.connect(path, pid, os.getuid()) for path, pid in zip(sockets, pids, strict=True)]
-            cut.links = links
-        await cut.rebuild(limit_s)
+            await ranks.close()
+            await _connect(ranks, sockets, pids)
+            cut = Cut("1", [ranks])
+        await cut.bring_back(limit_s)
         outcome.cuts["whole"] += 1
         outcome.seconds.append(loop.time() - start)
-    except NcclCutNotReached:
+    except NcclCutNotReached as error:
         outcome.cuts["not reached"] += 1
+        outcome.errors.append(str(error))
     except GpucrError as error:
         try:  # a process that has ended meanwhile is no failure
             await asyncio.wait_for(asyncio.shield(ends), 2.0)
@@ -184,5 +195,8 @@ async def one_cut(
             outcome.errors.append(str(error))
             raise
     finally:
-        for link in links:
-            link.close()
+        ranks.drop()
+
+
+async def _connect(ranks: NodeRanks, sockets: list[Path], pids: list[int]) -> None:
+    ranks.links = [await Link.connect(path, pid, os.getuid()) for path, pid in zip(sockets, pids, strict=True)]

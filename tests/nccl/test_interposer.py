@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Link
+from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.errors import NcclCutNotReached, NcclUnprotected
 from tests.nccl import rig
 
@@ -68,8 +70,8 @@ def program(folder: Path, code: str, *, library: Path = FAKE / "libnccl.so.2") -
     )
 
 
-async def link(folder: Path, pid: int) -> Link:
-    return await Link.connect(folder / f"gpucr-nccl.{pid}", pid, os.getuid())
+async def rank(folder: Path, pid: int) -> NodeRanks:
+    return NodeRanks([await Link.connect(folder / f"gpucr-nccl.{pid}", pid, os.getuid())])
 
 
 def ready(child: subprocess.Popen[str]) -> None:
@@ -89,12 +91,13 @@ def test_a_library_that_the_program_loads_is_caught(tmp_path: Path) -> None:
     ready(child)
 
     async def once() -> None:
-        cut = Cut("1", [await link(tmp_path, child.pid)])
+        ranks = await rank(tmp_path, child.pid)
+        cut = Cut("1", [ranks])
         await cut.take(5)
         await cut.tear_down(5)
         assert "fake-nccl-peer" not in Path(f"/proc/{child.pid}/maps").read_text()
-        await cut.rebuild(5)
-        cut.links[0].close()
+        await cut.bring_back(5)
+        await ranks.close()
 
     asyncio.run(once())
     assert child.communicate("\n", 20) == ("", "")
@@ -122,11 +125,22 @@ def test_an_unknown_nccl_passes_through_and_says_so_once(tmp_path: Path) -> None
     """A version with a function that we do not know gets its own handles; the process is not protected."""
     extra = tmp_path / "extra.c"
     extra.write_text(
-        f'#include "{rig.SOURCES}/fake/nccl.c"\nAPI int ncclCommTeleport(ncclComm_t c) {{ return c ? 0 : 1; }}\n'
+        f'#include "{rig.SOURCES}/fake/nccl.h"\nAPI int ncclCommTeleport(ncclComm_t c) {{ return c ? 0 : 1; }}\n'
     )
     library = tmp_path / "libnccl.so.2"
     subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-pthread", str(extra), str(FAKE / "libcuda.so.1"), "-o", str(library)], check=True
+        [
+            "gcc",
+            "-shared",
+            "-fPIC",
+            "-pthread",
+            str(extra),
+            *map(str, rig.FAKE_NCCL),
+            str(FAKE / "libcuda.so.1"),
+            "-o",
+            str(library),
+        ],
+        check=True,
     )
     child = program(
         tmp_path,
@@ -146,10 +160,11 @@ def test_a_captured_operation_is_refused_by_name(tmp_path: Path) -> None:
     ready(child)
 
     async def once() -> None:
-        cut = Cut("1", [await link(tmp_path, child.pid)])
+        ranks = await rank(tmp_path, child.pid)
+        cut = Cut("1", [ranks])
         with pytest.raises(NcclUnprotected, match="CUDA graph"):
             await cut.take(5)
-        cut.links[0].close()
+        await ranks.close()
 
     asyncio.run(once())
     _, said = child.communicate("\n", 20)
@@ -172,17 +187,18 @@ def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:
     ready(child)
 
     async def fails() -> None:
-        one = await link(tmp_path, child.pid)
+        one = await rank(tmp_path, child.pid)
         with pytest.raises(NcclCutNotReached):
             await Cut("1", [one]).take(0.3)
-        one.close()
+        await one.close()
 
     async def succeeds() -> None:
-        cut = Cut("1", [await link(tmp_path, child.pid)])
+        ranks = await rank(tmp_path, child.pid)
+        cut = Cut("1", [ranks])
         await cut.take(5)
         await cut.tear_down(5)
-        await cut.rebuild(5)
-        cut.links[0].close()
+        await cut.bring_back(5)
+        await ranks.close()
 
     asyncio.run(fails())
     assert child.stdin is not None
@@ -192,6 +208,19 @@ def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:
     asyncio.run(succeeds())
     child.communicate("\n", 20)
     assert child.returncode == 0
+
+
+def test_a_call_costs_little(tmp_path: Path) -> None:
+    """Less than 50 ns more than NCCL's own; scripts/measure_nccl measures it properly."""
+    subprocess.run(["make", "-s", "-C", str(rig.SOURCES), "bench"], check=True)
+    script = str(rig.ROOT / "scripts/measure_nccl")
+    done = subprocess.run(
+        [sys.executable, script, "--rounds", "5", "--calls", "500000", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert 0 < json.loads(done.stdout)["added_ns"] < 50
 
 
 def test_a_child_of_fork_is_left_alone(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from tests.nccl import rig
 
-# GPUCR_TEST_NCCL_PROGRAMS: how many times as many programs; 40 makes thousands.
-FACTOR = int(os.environ.get("GPUCR_TEST_NCCL_PROGRAMS", "1"))
+# Thousands of programs in the long tests, about a hundred in every run.
+FACTOR = 40 if os.environ.get("GPUCR_TEST_LONG") == "1" else 1
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,7 @@ FACTOR = int(os.environ.get("GPUCR_TEST_NCCL_PROGRAMS", "1"))
         ("plain", 4, 1, 20),
         ("plain", 2, 2, 20),
         ("asan", 3, 1, 8),
+        ("tsan", 2, 2, 8),
     ],
 )
 def test_cuts_change_no_value(kind: str, ranks: int, threads: int, count: int, tmp_path: Path) -> None:

@@ -17,9 +17,9 @@ FAKE_VARIABLE = "GPUCR_FAKE_CUDA"  # of the agent, in tests: the directory of a 
 
 
 def driver_kind(configured: str) -> str:
-    """What a worker loads: as configured, or the fake of a test."""
-    fake = os.environ.get(FAKE_VARIABLE)
-    return f"fake:{fake}" if fake else configured
+    """What a worker loads: as configured, or the fake of a test, once its directory is there."""
+    fake = os.environ.get(FAKE_VARIABLE, "")
+    return f"fake:{fake}" if os.path.isdir(fake) else configured
 
 
 class CudaWorker:

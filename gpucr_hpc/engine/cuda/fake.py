@@ -47,11 +47,13 @@ class FakeDriver:
         return Inventory("580.1", (Gpu(0, uuid, "Fake H100", 0, 80 * _GIB, 0),))
 
     def restore_thread(self, pid: int) -> int | None:
-        """The youngest thread, by its number here; of a process with one alone, that one."""
+        """The thread of the fake libcuda (spank_plugin/nccl/fake), by its number here; without one the youngest."""
         self._inject("look", pid)
         if self._name(pid) == "none":
             return None
-        return max(int(entry) for entry in os.listdir(f"/proc/{pid}/task"))
+        threads = [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
+        own = [t for t in threads if Path(f"/proc/{pid}/task/{t}/comm").read_text().startswith("cuda-")]
+        return max(own or threads)
 
     def state(self, pid: int) -> State:
         self._inject("state", pid)

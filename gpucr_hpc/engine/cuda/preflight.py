@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gpucr_hpc.capsule.processes import Process
 from gpucr_hpc.engine.cuda import processes as procfs
@@ -17,8 +17,11 @@ _RESERVE_BYTES = 512 << 20
 _OFF = ("", "0")
 
 
-def check(gpus: NodeGpus, processes: list[Process]) -> list[Finding]:
-    """Findings about the GPU processes and about those that hold a GPU without being one."""
+def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, str]) -> list[Finding]:
+    """Findings about the GPU processes and about those that hold a GPU without being one.
+
+    covered: see engine.nccl.node.
+    """
     if gpus.inventory is None:
         return list(_holders(gpus, processes))
     inventory, findings = gpus.inventory, list(_holders(gpus, processes))
@@ -33,7 +36,7 @@ def check(gpus: NodeGpus, processes: list[Process]) -> list[Finding]:
             findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
     ranks = [p for p in gpus.processes if procfs.maps_library(p.pid, "libnccl.so") and procfs.listens(p.pid)]
     if len(ranks) > 1:
-        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process)]
+        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process, covered)]
     return findings
 
 
@@ -62,16 +65,22 @@ def _holders(gpus: NodeGpus, processes: list[Process]) -> Iterator[Finding]:
         yield Finding(process.nspid, process.name, what)
 
 
-def _peer_memory(process: GpuProcess) -> Iterator[str]:
+def _peer_memory(process: GpuProcess, covered: Mapping[int, str]) -> Iterator[str]:
     """NCCL between processes of one node: with peer-to-peer or shared memory the driver's checkpoint succeeds, its
-    restore fails, and the job is lost. So it must be ruled out before."""
+    restore fails, and the job is lost. So it must be ruled out before, unless the interposer takes it away."""
+    why = covered.get(process.pid)
+    if why == "":
+        return
     env = procfs.environment(process.pid)
     on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
-    if on:
+    if on and why:
+        yield f"is a rank of NCCL, and its communicators cannot be made again (--checkpoint-nccl=rebuild): {why}"
+    elif on:
         yield (
             "is a rank of NCCL and may share GPU memory with others of this node, at the full speed of NVLink or "
             "shared memory, which the driver cannot bring back: sbatch --checkpoint-nccl=safe "
-            f"({' '.join(f'{name}=1' for name in on)}) would protect it, with a much slower all-reduce"
+            f"({' '.join(f'{name}=1' for name in on)}) would protect it, with a much slower all-reduce, and "
+            "--checkpoint-nccl=rebuild at full speed"
         )
 
 

@@ -3,88 +3,173 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
-from gpucr_hpc.engine.nccl.link import Link
-from gpucr_hpc.engine.nccl.report import Report, Targets, obstacle, reached, rebuildable, targets
-from gpucr_hpc.errors import NcclCutNotReached, NcclFailed, NcclUnprotected
+from gpucr_hpc.engine.nccl.link import Pairs
+from gpucr_hpc.engine.nccl.report import (
+    Report,
+    Targets,
+    incomplete,
+    obstacle,
+    parse,
+    reached,
+    rebuildable,
+    targets,
+)
+from gpucr_hpc.errors import CutNotPossible, GpucrError, NcclCutNotReached, NcclFailed, NcclUnprotected
 from gpucr_hpc.log import Log
+from gpucr_hpc.wire import Frame
 
 log = Log(__name__)
 
 _Result = TypeVar("_Result")
+_ON_THEIR_WAY = frozenset({"draining", "destroying", "rebuilding"})
+
+
+class Ranks(Protocol):
+    """The processes of one node."""
+
+    async def order(self, word: str, pairs: Pairs = (), at: int | None = None) -> list[Frame]:
+        """Give an order to all, or to the one at this place, and get their reports in order. All have answered, or
+        failed, when the first error is raised."""
 
 
 class Cut:
-    """The ranks behind `links`. Order: take, tear_down, (checkpoint), rebuild; `release` lets all go on."""
+    """Order: take, tear_down, (checkpoint), bring_back; `release` lets all go on.
 
-    def __init__(self, job: str, links: Sequence[Link]) -> None:
-        self._job, self.links = job, links
-        self._gone: list[Report] = []
+    Nothing is remembered here: `bring_back` asks what there is, so another agent than the one that took the cut may
+    do it.
+    """
+
+    def __init__(self, job: str, nodes: Sequence[Ranks]) -> None:
+        self._job, self.nodes = job, nodes
+        self._stuck = ""
+
+    async def ask(self) -> list[Report]:
+        return await self._order("ask")
 
     async def take(self, limit_s: float) -> None:
-        """Every rank stands at one cut, with nothing under way on its GPU. Raises NcclUnprotected or NcclCutNotReached,
-        and then all go on."""
+        """Every rank stands at one cut, with nothing under way on its GPU. Raises NcclUnprotected, CutNotPossible or
+        NcclCutNotReached, and then all go on."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._take()
-                await self._all(lambda link: link.drain())
-                await self._all(lambda link: link.settle("drained", limit_s))
+                await self._order("drain")
+                await self._settle("drained", limit_s)
         except BaseException as error:
             await asyncio.shield(self.release())
             if isinstance(error, TimeoutError):
-                raise NcclCutNotReached(job=self._job, limit_s=limit_s) from None
+                raise NcclCutNotReached(job=self._job, limit_s=limit_s, reason=self._stuck or "work on a GPU") from None
             raise
 
     async def _take(self) -> None:
-        why = obstacle(await self._all(lambda link: link.ask()))
-        if why:
-            raise NcclUnprotected(job=self._job, reason=why)
-        reports, version, sent = await self._all(lambda link: link.cut()), 0, Targets()
+        self._check(await self.ask())
+        reports, version, sent = await self._order("cut"), 0, Targets()
         pause = 0.0005
         while not (version and reached(reports, version, sent)):
             wanted = targets(reports)
             if wanted != sent or not version:
                 version, sent, pause = version + 1, wanted, 0.0005
+            self._stuck = incomplete(reports) or "a rank is behind"
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.02)
-            reports = await self._all(functools.partial(Link.target, targets=sent, version=version))
-            if why := obstacle(reports):
-                raise NcclUnprotected(job=self._job, reason=why)
+            reports = await self._order("target", sent.pairs_of_frame(version))
+            self._check(reports)
+        self._stuck = ""
+        if why := incomplete(reports):
+            raise CutNotPossible(job=self._job, reason=why)
+
+    def _check(self, reports: list[Report]) -> None:
+        if why := obstacle(reports):
+            raise NcclUnprotected(job=self._job, reason=why)
 
     async def tear_down(self, limit_s: float) -> None:
-        """Destroy every communicator; all ranks are past `take`. After an error `rebuild` or `release(lost=True)`."""
-        self._gone = await self._all(lambda link: link.ask())
-        await self._all(lambda link: link.destroy())
-        await self._all(lambda link: link.settle("gone", limit_s))
+        """Destroy every communicator; all ranks are past `take`. After an error `bring_back`."""
+        await self._order("destroy")
+        await self._settle("gone", limit_s)
 
-    async def rebuild(self, limit_s: float) -> None:
-        """Make them again, with ids that rank 0 of each makes, and let all go on. NcclFailed when one cannot."""
-        ids: dict[str, str] = {}
-        wanted = set(rebuildable(self._gone))
-        for link, report in zip(self.links, self._gone, strict=True):
+    async def bring_back(self, limit_s: float) -> None:
+        """Wherever a cut was left: make what was destroyed again, with ids made by rank 0 of each, and let all go on.
+
+        Raises NcclFailed when that cannot be, PeerLost when a node is away; `release(lost=True)` is what is left then.
+        """
+        reports = await self.ask()
+        if {"destroying", "gone"} & {report.state for report in reports}:
+            # Nobody goes on after it has drained without a word from us: who has not heard of the end stands where it
+            # stood, and those in the middle of it may wait for him.
+            await self._one_by_one("destroy", [report.state == "drained" for report in reports])
+        reports = await self._rest(limit_s)
+        states = {report.state for report in reports}
+        if "gone" in states:
+            if any(report.state != "gone" for report in reports):
+                raise NcclFailed(pid=0, reason=f"ranks are {', '.join(sorted({r.state for r in reports}))}")
+            await self._order("rebuild", await self._new_ids(reports))
+            await self._settle("rebuilt", limit_s)
+        elif "failed" in states:
+            raise NcclFailed(pid=0, reason=next(r.why for r in reports if r.state == "failed"))
+        if states != {"open"}:
+            await self._order("open", [("LOST", "0")])
+
+    async def _new_ids(self, reports: list[Report]) -> list[tuple[str, str]]:
+        wanted, ids = set(rebuildable(reports)), []
+        for node, at, report in await self._places(reports):
             mine = [c.gid for c in report.communicators if c.gid in wanted and c.rank == 0 and c.alive]
             if mine:
-                ids |= await link.new_ids(mine)
-        await self._all(lambda link: link.rebuild(ids))
-        await self._all(lambda link: link.settle("rebuilt", limit_s))
-        await self._all(lambda link: link.open())
+                [answer] = await node.order("ids", [("GID", gid) for gid in mine], at)
+                ids += [("ID", text) for text in answer.all("ID")]
+        return ids
+
+    async def _one_by_one(self, word: str, which: list[bool]) -> None:
+        places = await self._places(which)
+        await _each(node.order(word, (), at) for node, at, wanted in places if wanted)
+
+    async def _places(self, values: Sequence[_Result]) -> list[tuple[Ranks, int, _Result]]:
+        """The node of each rank and its place there, beside its value."""
+        counts = [len(frames) for frames in await _each(node.order("ask") for node in self.nodes)]
+        places = [(node, at) for node, count in zip(self.nodes, counts, strict=True) for at in range(count)]
+        return [(node, at, value) for (node, at), value in zip(places, values, strict=True)]
 
     async def release(self, *, lost: bool = False) -> None:
         """Open the gates; must not raise. lost: what is not there is an error for the program from now on."""
-        for link in self.links:
-            try:
-                await link.open(lost=lost)
-            except NcclFailed as error:
-                log.warning("a rank was not let go", job=self._job, error=str(error))
-
-    async def _all(self, work: Callable[[Link], Awaitable[_Result]]) -> list[_Result]:
-        results = await asyncio.gather(*(work(link) for link in self.links), return_exceptions=True)
-        found: list[_Result] = []
+        results = await asyncio.gather(
+            *(node.order("open", [("LOST", str(int(lost)))]) for node in self.nodes), return_exceptions=True
+        )
         for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            found.append(result)
-        return found
+            if isinstance(result, GpucrError):
+                log.warning("a rank was not let go", job=self._job, error=str(result))
+            elif isinstance(result, BaseException):
+                log.error("a rank was not let go", job=self._job, error=repr(result))
+
+    async def _settle(self, wanted: str, limit_s: float) -> None:
+        """Wait for the end of a long action; NcclFailed with a process's reason, or for the time."""
+        for report in await self._rest(limit_s):
+            if report.state != wanted:
+                raise NcclFailed(pid=0, reason=report.why or f"a rank is {report.state}, not {wanted}")
+
+    async def _rest(self, limit_s: float) -> list[Report]:
+        """The reports when nobody is in the middle of an action."""
+        pause, deadline = 0.001, asyncio.get_running_loop().time() + limit_s
+        while True:
+            reports = await self.ask()
+            busy = [report.state for report in reports if report.state in _ON_THEIR_WAY]
+            if not busy:
+                return reports
+            if asyncio.get_running_loop().time() > deadline:
+                raise NcclFailed(pid=0, reason=f"a rank is still {busy[0]} after {limit_s:g} s")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.02)
+
+    async def _order(self, word: str, pairs: Pairs = ()) -> list[Report]:
+        pairs = list(pairs)
+        return [parse(frame) for frames in await _each(n.order(word, pairs) for n in self.nodes) for frame in frames]
+
+
+async def _each(work: Iterable[Awaitable[_Result]]) -> list[_Result]:
+    """All are waited for, then the first error is raised."""
+    found: list[_Result] = []
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from gpucr_hpc import wire
-from gpucr_hpc.engine.nccl.report import Report, Targets, parse
 from gpucr_hpc.errors import NcclFailed
+
+Pairs = Iterable[tuple[str, str]]
 
 _LIMIT_S = 10.0
 FOLDER = "dev/shm"
@@ -28,7 +29,7 @@ def _retrieve(task: asyncio.Future[wire.Frame]) -> None:
 class Link:
     """Frames NCCL and NCCLSTATE (docs/protocol.md). pid: on the host, for messages.
 
-    Closing it before `destroy` lets the process go on.
+    Its end before the process has drained its GPU lets the process go on.
     """
 
     def __init__(self, pid: int, channel: wire.Channel) -> None:
@@ -42,21 +43,24 @@ class Link:
                 channel = await wire.connect(str(path))
         except (OSError, TimeoutError) as error:
             raise NcclFailed(pid=pid, reason=f"its helper thread cannot be reached: {error}") from None
-        if channel.peer.uid != uid:
+        # The kernel names who has called listen(2): after a restore that was CRIU, as root.
+        if channel.peer.uid not in (uid, 0):
             channel.close()
             raise NcclFailed(pid=pid, reason=f"user {channel.peer.uid} listens at its socket")
         return cls(pid, channel)
 
-    async def _order(self, word: str, *lists: tuple[str, Iterable[str]], **fields: object) -> wire.Frame:
+    async def order(self, word: str, pairs: Pairs = ()) -> wire.Frame:
+        """Give an order and get the process's report; NcclFailed when it refuses or does not answer."""
         # One that is cut off is still heard to its end, so that the next one gets its own answer.
-        task = asyncio.ensure_future(self._exchange(word, *lists, **fields))
+        task = asyncio.ensure_future(self._exchange(wire.Frame(wire.Type.NCCL, (("DO", word), *pairs))))
         task.add_done_callback(_retrieve)
         return await asyncio.shield(task)
 
-    async def _exchange(self, word: str, *lists: tuple[str, Iterable[str]], **fields: object) -> wire.Frame:
+    async def _exchange(self, order: wire.Frame) -> wire.Frame:
+        word = order.get("DO")
         try:
             async with self._turn, asyncio.timeout(_LIMIT_S):
-                await self._channel.send(wire.make(wire.Type.NCCL, *lists, DO=word, **fields))
+                await self._channel.send(order)
                 answer = await self._channel.receive()
         except (OSError, TimeoutError) as error:
             raise NcclFailed(pid=self.pid, reason=f"no answer to {word}: {error!r}") from None
@@ -66,62 +70,12 @@ class Link:
             raise NcclFailed(pid=self.pid, reason=f"it refused: {answer.get('REFUSED')}")
         return answer
 
-    async def ask(self) -> Report:
-        return parse(await self._order("ask"))
-
-    async def cut(self) -> Report:
-        """Close the gate."""
-        return parse(await self._order("cut"))
-
-    async def target(self, targets: Targets, version: int) -> Report:
-        """Tell how far to go, and get what the process has reached."""
-        return parse(
-            await self._order(
-                "target",
-                ("TARGET", (f"{gid} {count}" for gid, count in targets.collectives.items())),
-                ("PAIR", (f"{g} {a} {b} {count}" for (g, a, b), count in targets.pairs.items())),
-                VERSION=version,
-                FREE=int(targets.free),
-            )
-        )
-
-    async def drain(self) -> None:
-        await self._order("drain")
-
-    async def destroy(self) -> None:
-        await self._order("destroy")
-
-    async def new_ids(self, gids: Iterable[str]) -> dict[str, str]:
-        """A new id, in hex, for each communicator named; this process listens for the other ranks then."""
-        answer = await self._order("ids", ("GID", gids))
-        return dict(text.split() for text in answer.all("ID"))
-
-    async def rebuild(self, ids: dict[str, str]) -> None:
-        await self._order("rebuild", ("ID", (f"{gid} {text}" for gid, text in ids.items())))
-
-    async def open(self, *, lost: bool = False) -> None:
-        """Let the program go on. lost: also without the communicators that could not be made again."""
-        await self._order("open", LOST=int(lost))
-
-    async def settle(self, wanted: str, limit_s: float) -> None:
-        """Wait for the end of a long action; NcclFailed with the process's reason, or for the time."""
-        pause, deadline = 0.001, asyncio.get_running_loop().time() + limit_s
-        while True:
-            report = await self.ask()
-            if report.state == wanted:
-                return
-            if report.state in ("failed", "open"):
-                raise NcclFailed(pid=self.pid, reason=report.why or f"it is {report.state}, not {wanted}")
-            if asyncio.get_running_loop().time() > deadline:
-                raise NcclFailed(pid=self.pid, reason=f"still {report.state} after {limit_s:g} s, not {wanted}")
-            await asyncio.sleep(pause)
-            pause = min(pause * 2, 0.02)
+    async def leave(self) -> None:
+        """End the connection, and wait until the process has closed its end, too: a dump must not find it."""
+        with contextlib.suppress(OSError, TimeoutError):
+            async with self._turn, asyncio.timeout(_LIMIT_S):
+                await self._channel.end()
+        self.close()
 
     def close(self) -> None:
         self._channel.close()
-
-
-def helpers(processes: Iterable[tuple[int, int]]) -> list[tuple[int, Path]]:
-    """Those of (pid, nspid) that have begun to use NCCL under the interposer, with their sockets."""
-    found = [(pid, socket_path(pid, nspid)) for pid, nspid in processes]
-    return [(pid, path) for pid, path in found if os.path.exists(path)]

@@ -53,6 +53,15 @@ class Targets:
     collectives: dict[str, int] = field(default_factory=dict)
     pairs: dict[tuple[str, int, int], int] = field(default_factory=dict)
 
+    def pairs_of_frame(self, version: int) -> list[tuple[str, str]]:
+        """As an NCCL frame has them."""
+        return [
+            ("VERSION", str(version)),
+            ("FREE", str(int(self.free))),
+            *(("TARGET", f"{gid} {count}") for gid, count in self.collectives.items()),
+            *(("PAIR", f"{gid} {a} {b} {count}") for (gid, a, b), count in self.pairs.items()),
+        ]
+
 
 def parse(frame: Frame) -> Report:
     """The report in an NCCLSTATE frame; ValueError when it is malformed."""
@@ -153,3 +162,14 @@ def rebuildable(reports: Sequence[Report]) -> list[str]:
 def obstacle(reports: Iterable[Report]) -> str:
     """Why a cut cannot be asked for, in words; empty when it can."""
     return next((report.unprotected for report in reports if report.unprotected), "")
+
+
+def incomplete(reports: Iterable[Report]) -> str:
+    """Which communicator has a rank that nobody reports, in words: it has ended, or is not under the interposer. It
+    could not be made again then. Only true of ranks that stand still."""
+    for gid, sides in by_gid(reports).items():
+        missing = max(side.nranks for side in sides) - len(sides)
+        states = {side.state for side in sides}
+        if missing > 0 and "ready" in states and "making" not in states:
+            return f"{missing} ranks of communicator {gid} have ended or cannot be asked"
+    return ""

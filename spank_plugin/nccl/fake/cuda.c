@@ -1,8 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* libcuda.so.1 for tests without a card: one context, streams that work by themselves, one thread each. */
+/* libcuda.so.1 for tests without a card: one context, streams that work by themselves, one thread each, and a thread of
+ * the driver's own as long as the process lives. */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <signal.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "cuda.h"
 
@@ -46,6 +49,26 @@ static void *run(void *arg)
 	}
 	pthread_mutex_unlock(&lock);
 	return NULL;
+}
+
+static void *driver(void *arg)
+{
+	pthread_setname_np(pthread_self(), "cuda-fake");
+	for (;;)
+		pause();
+	return arg;
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+	pthread_t thread;
+	sigset_t all, old;
+
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &old);
+	if (pthread_create(&thread, NULL, driver, NULL) || pthread_detach(thread))
+		abort();
+	pthread_sigmask(SIG_SETMASK, &old, NULL);
 }
 
 stream_t fake_stream(void)

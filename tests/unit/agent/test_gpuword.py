@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, init_pid: int = 1, driver: str = "auto") -> None:
         self.job, self.phase, self.gpu_word, self.said, self.saved = "7", Phase.RUNNING, False, list[str](), 0
-        self.capsule = SimpleNamespace(init_pid=init_pid, root=1, alive=lambda: True)
+        self.capsule = SimpleNamespace(init_pid=init_pid, root=1, uid=0, alive=lambda: True)
         self.context = SimpleNamespace(config=SimpleNamespace(cuda=CudaConfig(driver=driver)))
         self.supervisors = {"batch": self}
 

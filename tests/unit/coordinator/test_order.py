@@ -91,6 +91,31 @@ class Node:
         self.journal.append(f"{self.name} undo")
 
 
+class Shared:
+    """What all nodes share, a state machine as they are: gone while GPUs and networks are locked, back when all run."""
+
+    def __init__(self, nodes: list[Node], journal: list[str], fail: bool = False, hang: bool = False) -> None:
+        self.nodes, self.journal, self.fail, self.hang = nodes, journal, fail, hang
+        self.there = True
+
+    async def take(self, left_s: float) -> None:
+        assert self.there
+        assert {"prepare"} == {node.state for node in self.nodes}
+        assert 0 < left_s <= 10
+        self.journal.append("take")
+        self.there = False
+        if self.hang:
+            await asyncio.sleep(60)
+        if self.fail:
+            raise GpucrError(reason="cannot take")
+
+    async def give_back(self) -> None:
+        assert {node.state for node in self.nodes} in ({"undone"}, {"resume"}), "all trees run, and no longer"
+        if not self.there:
+            self.journal.append("give back")
+        self.there = True
+
+
 class Case:
     """Two nodes, a publication and a requeue, all written down in one journal."""
 
@@ -106,6 +131,7 @@ class Case:
             node.all = self.nodes
         self.fail, self.hang, self.staying = fail, hang, False
         self.timings = Timings()
+        self.shared: Shared | None = None
 
     def step(self, name: str) -> Callable[[], Awaitable[None]]:
         async def work() -> None:
@@ -124,6 +150,11 @@ class Case:
         if self.fail == "agree":
             raise GpucrError(reason="cannot agree")
 
+    def share(self, **faults: bool) -> Shared:
+        """Let the nodes share something."""
+        self.shared = Shared(self.nodes, self.journal, **faults)
+        return self.shared
+
     async def take(self, *, leave: bool = True, limit_s: float = 10.0) -> None:
         self.staying = not leave
         await checkpoint(
@@ -133,6 +164,7 @@ class Case:
             publish=self.step("publish"),
             leave=self.step("leave") if leave else None,
             timings=self.timings,
+            quiesce=self.shared,
         )
 
     def run(self, *, leave: bool = True, limit_s: float = 10.0) -> list[str]:
@@ -270,6 +302,54 @@ def test_a_node_that_does_not_undo_keeps_no_other_frozen():
             await work
 
     asyncio.run(run())
+
+
+def test_what_is_shared_is_away_while_gpus_are_locked():
+    """Given back when the job goes on here; a job that leaves gets it back where it is restored."""
+    case = Case()
+    case.share()
+    journal = case.run(leave=False)
+    assert max(journal.index("a prepare"), journal.index("b prepare")) < journal.index("take")
+    assert journal.index("take") < min(journal.index("a gpu_lock"), journal.index("b gpu_lock"))
+    assert journal.index("give back") > max(journal.index("a resume"), journal.index("b resume"))
+    assert journal.index("give back") < min(journal.index("a seal"), journal.index("b seal"))
+    phases = ["prepare", "quiesce", *PHASES[1:], "resume", "give_back", "seal", "commit", "finish"]
+    assert phases == list(case.timings.phases)
+    leaving = Case()
+    leaving.share()
+    assert "give back" not in leaving.run()
+
+
+@pytest.mark.parametrize(
+    ("fault", "leave"),
+    [
+        *((f"{node} {phase}", leave) for node in "ab" for phase, leave in BEFORE_THE_COMMIT if phase != "prepare"),
+        *(("publish", leave) for leave in (True, False)),
+        ("leave", True),
+    ],
+)
+def test_what_is_shared_comes_back_after_a_failure(fault, leave):
+    """Once, and when all trees run: after all nodes are undone, or before, where the job went on."""
+    case = Case(fail=fault)
+    shared = case.share()
+    with pytest.raises(GpucrError):
+        case.run(leave=leave)
+    resumed = fault in ("a seal", "b seal") or (fault == "publish" and not leave)
+    undone = max(case.journal.index("a undo"), case.journal.index("b undo"))
+    assert shared.there
+    assert 1 == case.journal.count("give back")
+    assert resumed == (case.journal.index("give back") < undone)
+
+
+@pytest.mark.parametrize(("faults", "error"), [({"fail": True}, GpucrError), ({"hang": True}, DeadlineExceeded)])
+def test_what_is_shared_and_cannot_go_undoes_all(faults, error):
+    """No GPU is locked then."""
+    case = Case()
+    case.share(**faults)
+    with pytest.raises(error):
+        case.run(limit_s=0.6)
+    assert case.shared.there
+    assert not [line for line in case.journal if "lock" in line]
 
 
 @pytest.mark.parametrize("phase", STAYING)

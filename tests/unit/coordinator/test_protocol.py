@@ -15,10 +15,13 @@ import pytest
 
 # A tree runs, is frozen with its image read ("dumped"), is told that the job leaves ("marked"), or has ended. One that
 # goes on is "resumed" with its image in memory, or "sealed" with a durable one.
+# What its ranks share with other nodes (NCCL's communicators) is "there", stands at the cut ("drained") or is "gone".
 RUNS, LOCKED, DUMPED, MARKED, ENDED = "runs", "locked", "dumped", "marked", "ended"
 RESUMED, SEALED = "resumed", "sealed"
-LEAVING = ("lock", "capture", "publish", "commit", "requeue", "finish", "done")
-STAYING = ("lock", "capture", "resume", "seal", "publish", "finish", "done")
+AT_WORK = {RUNS, RESUMED, SEALED}
+THERE, DRAINED, GONE = "there", "drained", "gone"
+LEAVING = ("drain", "destroy", "lock", "capture", "publish", "commit", "requeue", "finish", "done")
+STAYING = ("drain", "destroy", "lock", "capture", "resume", "give_back", "seal", "publish", "finish", "done")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,8 @@ class State:
     published: bool = False
     requeued: bool = False
     faults: int = 0
+    shared: tuple[str, ...] = ()
+    broken: bool = False  # a node has gone on with what another has destroyed
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,8 @@ class Rules:
     publish_after_all: bool = True  # the commit waits for every image
     ask_slurm: bool = True  # a marked node that loses its lead asks Slurm whether the job has been requeued
     mark: bool = True  # nodes are told that the job leaves before the requeue
+    hold: bool = True  # ranks that have drained wait for a word, also when their agent is gone
+    back_when_all_run: bool = True  # what is shared does not come back before every tree runs
     stays: bool = False  # the job goes on
     resume_after_all: bool = True  # no tree runs before every one is captured
 
@@ -52,7 +59,7 @@ class Rules:
 
 
 def initial(nodes: int) -> State:
-    return State("lock", frozenset(), (RUNS,) * nodes, (True,) * nodes)
+    return State("drain", frozenset(), (RUNS,) * nodes, (True,) * nodes, shared=(THERE,) * nodes)
 
 
 def put(values: tuple[str, ...], at: int, value: str) -> tuple[str, ...]:
@@ -74,6 +81,7 @@ def steps(state: State, rules: Rules, max_faults: int) -> Iterator[State]:
             )
 
 
+SHARED = {"drain": DRAINED, "destroy": GONE}
 TARGET = {"lock": LOCKED, "capture": DUMPED, "commit": MARKED, "finish": ENDED, "resume": RESUMED, "seal": SEALED}
 
 
@@ -83,6 +91,7 @@ def lead_steps(state: State, rules: Rules) -> Iterator[State]:
         for node in nodes:
             if state.linked[node] and state.trees[node] in (LOCKED, DUMPED, MARKED, RESUMED, SEALED):
                 yield replace(state, trees=put(state.trees, node, RUNS))
+        yield from back(state, rules)
         return
     if state.lead != "alive" or state.pc == "done":
         return
@@ -94,6 +103,11 @@ def lead_steps(state: State, rules: Rules) -> Iterator[State]:
     if state.pc == "requeue":
         yield replace(state, pc="finish", told=frozenset(), requeued=True)
         yield replace(state, lead="undo")  # Slurm refuses
+        return
+    if state.pc == "give_back":
+        for after in back(state, rules):
+            yield replace(after, pc="seal", told=frozenset())
+        yield replace(state, lead="undo")  # given up, for the job is about to leave
         return
     early = (state.pc == ("seal" if rules.stays else "capture") and not rules.publish_after_all) or (
         state.pc == "capture" and not rules.resume_after_all
@@ -110,14 +124,32 @@ def lead_steps(state: State, rules: Rules) -> Iterator[State]:
             else:
                 yield replace(state, lead="undo")
             continue
-        after = RUNS if rules.stays and state.pc == "finish" else TARGET[state.pc]
-        yield replace(state, told=state.told | {node}, trees=put(state.trees, node, after))
-        if state.pc in ("lock", "capture", "resume", "seal"):
+        told = replace(state, told=state.told | {node})
+        if state.pc in SHARED:
+            yield replace(told, shared=put(state.shared, node, SHARED[state.pc]))
+        else:
+            tree = RUNS if rules.stays and state.pc == "finish" else TARGET[state.pc]
+            yield replace(told, trees=put(state.trees, node, tree))
+        if state.pc in ("drain", "destroy", "lock", "capture", "resume", "seal"):
             yield replace(state, lead="undo")  # the node says no, or the time is up
+
+
+def back(state: State, rules: Rules) -> Iterator[State]:
+    """The lead, or its next agent, over connections of its own: when all trees run, what is shared comes back on every
+    node, after all have destroyed it if one has."""
+    all_run = set(state.trees) <= AT_WORK or not rules.back_when_all_run
+    if all_run and set(state.shared) != {THERE} and not state.requeued:
+        yield replace(state, shared=(THERE,) * len(state.trees))
 
 
 def lonely_steps(state: State, rules: Rules) -> Iterator[State]:
     """What a node does that has lost its lead; node 0 when its agent has come back after a death."""
+    if state.lead == "dead":
+        yield from back(state, rules)
+    for node, what in enumerate(state.shared):
+        alone = (not state.linked[node]) or (node == 0 and state.lead == "dead")
+        if alone and what == DRAINED and not rules.hold:
+            yield replace(state, shared=put(state.shared, node, THERE), broken=state.broken or GONE in state.shared)
     for node, tree in enumerate(state.trees):
         alone = (not state.linked[node]) or (node == 0 and state.lead == "dead")
         if not alone or tree not in (LOCKED, DUMPED, MARKED, RESUMED, SEALED):
@@ -155,8 +187,14 @@ def violations(state: State, *, final: bool) -> Iterator[str]:
         yield "published before every image was whole"
     if state.published and state.pc in ("commit", "requeue") and not whole:
         yield "published before every image was whole"
+    if state.broken or (THERE in state.shared and GONE in state.shared):
+        yield "a rank uses a communicator that another has destroyed"
+    if any(tree not in AT_WORK and what != GONE for tree, what in zip(state.trees, state.shared, strict=True)):
+        yield "a tree is frozen with something shared"
     if not final:
         return
+    if not state.requeued and set(state.shared) != {THERE}:
+        yield "communicators stay away for ever"
     if set(state.trees) & {LOCKED, DUMPED, MARKED}:
         yield "a tree stays frozen for ever"
     if set(state.trees) & {RESUMED, SEALED}:
@@ -184,6 +222,8 @@ def test_nothing_is_lost_and_nothing_runs_twice(nodes: int, faults: int, stays: 
         (Rules(publish_after_all=False), "published before every image was whole"),
         (Rules(publish_after_all=False, stays=True), "published before every image was whole"),
         (Rules(resume_after_all=False, stays=True), "a tree ran on before every one was captured"),
+        (Rules(hold=False), "a rank uses a communicator that another has destroyed"),
+        (Rules(back_when_all_run=False), "a tree is frozen with something shared"),
     ],
 )
 def test_weaker_protocols_are_found_out(rules: Rules, expected: str) -> None:
