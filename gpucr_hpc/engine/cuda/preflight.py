@@ -34,9 +34,17 @@ def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, str]) 
             findings.append(_finding(first, "runs on a GPU in MIG mode, which the driver cannot checkpoint"))
         if inventory.mps:
             findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
-    ranks = [p for p in gpus.processes if procfs.maps_library(p.pid, "libnccl.so") and procfs.listens(p.pid)]
+    listening = [p for p in gpus.processes if procfs.listens(p.pid)] if len(gpus.processes) > 1 else []
+    why, ranks = dict(covered), []
+    for process in listening:
+        if not procfs.maps_library(process.pid, "libnccl.so"):
+            inside = procfs.nccl_linked_in(process.pid)
+            if not inside:
+                continue
+            why[process.pid] = f"NCCL is linked into {inside}, where nothing can stand before it"
+        ranks.append(process)
     if len(ranks) > 1:
-        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process, covered)]
+        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process, why)]
     return findings
 
 

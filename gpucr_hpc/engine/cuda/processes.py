@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ _CARD = re.compile(r"/dev/nvidia(\d+)")
 _HIGH = 16 << 30
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
 _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "mksh", "tcsh", "csh", "fish"})
+_NCCL_MARK = b"NCCL_SHM_DISABLE"  # the name of a variable that only NCCL itself reads
+_looked_at: dict[tuple[int, int, int], bool] = {}  # files of hundreds of megabytes, the same for every job
 _UNLIMITED = 1 << 60  # cgroup v1 writes its lack of a limit as a huge number
 
 
@@ -58,6 +61,30 @@ def _mapped(pid: int) -> Iterator[str]:
 def maps_library(pid: int, name: str) -> bool:
     """Whether a library whose file name begins with `name` is mapped."""
     return any(path.rpartition("/")[2].startswith(name) for path in _mapped(pid))
+
+
+def nccl_linked_in(pid: int) -> str:
+    """The program or library of a process that NCCL was linked into, so that it has no libnccl.so; empty without."""
+    try:
+        with open(f"/proc/{pid}/maps", errors="replace") as file:
+            lines = [line.split(None, 5) for line in file]
+    except OSError:
+        return ""
+    paths = {parts[5].rstrip("\n") for parts in lines if len(parts) == 6 and "x" in parts[1] and parts[5][0] == "/"}
+    return next((path for path in sorted(paths) if _has_nccl(f"/proc/{pid}/root{path}")), "")
+
+
+def _has_nccl(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            info = os.fstat(file.fileno())
+            key = (info.st_dev, info.st_ino, info.st_mtime_ns)
+            if key not in _looked_at:
+                with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as content:
+                    _looked_at[key] = content.find(_NCCL_MARK) >= 0
+            return _looked_at[key]
+    except (OSError, ValueError):
+        return False
 
 
 def maps_managed_memory(pid: int) -> bool:
