@@ -108,6 +108,31 @@ static const char *unknown_export(void *any)
 	return NULL;
 }
 
+/* A plugin of the program may bring NCCL with it, out of the global scope, as PyTorch's Python module does: RTLD_NEXT does
+ * not see it then. */
+static int named_nccl(struct dl_phdr_info *info, size_t size, void *out)
+{
+	const char *name = strrchr(info->dlpi_name, '/');
+
+	(void)size;
+	if (strncmp(name ? name + 1 : info->dlpi_name, "libnccl.so", 10) != 0)
+		return 0;
+	*(char **)out = strdup(info->dlpi_name); /* no dlopen() here: the loader's lock is held */
+	return 1;
+}
+
+static void *local_nccl(void)
+{
+	char *name = NULL;
+	void *found = NULL;
+
+	dl_iterate_phdr(named_nccl, &name);
+	if (name)
+		found = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+	free(name);
+	return found;
+}
+
 void real_find(void)
 {
 	const char *extra;
@@ -115,6 +140,8 @@ void real_find(void)
 
 	pthread_mutex_lock(&lock);
 	if (!atomic_load(&real_ready)) {
+		if (!library && !next_symbol(RTLD_NEXT, "ncclGetVersion"))
+			library = local_nccl();
 		for (size_t i = 0; i < COUNT(wrapped); i++) {
 			void *f = next_symbol(library ? library : RTLD_NEXT, wrapped[i].name);
 

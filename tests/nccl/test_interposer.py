@@ -104,6 +104,20 @@ def test_a_library_that_the_program_loads_is_caught(tmp_path: Path) -> None:
     assert child.returncode == 0
 
 
+def test_a_library_that_a_plugin_brings_is_caught(tmp_path: Path) -> None:
+    """PyTorch's way: a module, loaded RTLD_LOCAL, is linked to NCCL, which nobody else sees then."""
+    source, module = tmp_path / "module.c", tmp_path / "module.so"
+    source.write_text("int ncclGetVersion(int *);\nint version(int *v) { return ncclGetVersion(v); }\n")
+    command = ["gcc", "-shared", "-fPIC", str(source), "-o", str(module), f"-Wl,-rpath,{FAKE}"]
+    subprocess.run([*command, f"-L{FAKE}", "-l:libnccl.so.2"], check=True)
+    code = f"import ctypes; v = ctypes.c_int(); l = ctypes.CDLL('{module}', os.RTLD_LOCAL | os.RTLD_NOW); "
+    code = f"import os; {code} assert l.version(ctypes.byref(v)) == 0 and v.value > 0"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=rig.environment(tmp_path, "plain"), capture_output=True, text=True, check=False
+    )
+    assert (0, "") == (done.returncode, done.stderr)
+
+
 def test_dlsym_answers_its_caller(tmp_path: Path) -> None:
     """RTLD_NEXT means what comes after the library that asks, not after ours."""
     source = tmp_path / "next.c"
@@ -195,6 +209,7 @@ def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:
     async def succeeds() -> None:
         ranks = await rank(tmp_path, child.pid)
         cut = Cut("1", [ranks])
+        await cut.bring_back(5)  # waits for the end of the one that was given up, as the agent does
         await cut.take(5)
         await cut.tear_down(5)
         await cut.bring_back(5)
