@@ -415,7 +415,7 @@ class StreamWriter:
         buffer, size = self._buffer, self._filled
         assert buffer is not None
         ends = cuts(buffer.view, size) if self._pages else []
-        if last or not ends:
+        if not ends or (last and ends[-1] < size):
             ends.append(size)
         self._buffer, self._filled = None, 0
         done = ends[-1]

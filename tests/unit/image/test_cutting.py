@@ -73,3 +73,11 @@ def test_the_same_bytes_however_they_arrive():
     data = random.Random(8).randbytes(5 << 20)
     assert ids(data) == ids(data)
     assert ChunkIds(b"i" * 32).of(b"") not in ids(data)[0]
+
+
+def test_a_stream_may_end_at_a_cut():
+    """The last page is one that ends a chunk: nothing follows it, not even an empty chunk."""
+    pages = (bytes([number]) * PAGE_BYTES for number in range(256))
+    page = next(page for page in pages if cuts(memoryview(page * MIN_PAGES), MIN_PAGES * PAGE_BYTES))
+    for number in (MIN_PAGES, 2 * MIN_PAGES, 256 + MIN_PAGES):
+        assert number // MIN_PAGES == ids(page * number)[1]
