@@ -116,6 +116,8 @@ void comms_made(struct thread *t)
 			c->nranks = nranks;
 			c->rank = rank;
 			c->device = device;
+			if (!c->context) /* the driver was not there before */
+				c->context = cuda_primary(device);
 			atomic_store(&c->state, READY);
 			pthread_mutex_unlock(&state_lock);
 		}
