@@ -15,11 +15,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.gpu import base, cost, failures, fakes, single, smoke, speed, two
+from tests.gpu import base, cost, failures, fakes, nccl, single, smoke, speed, two
 from tests.gpu.rig import install
 from tests.gpu.speed import THP
 
-__all__ = ["cost", "failures", "fakes", "single", "speed", "two"]  # their cases are registered by the import
+__all__ = ["cost", "failures", "fakes", "nccl", "single", "speed", "two"]  # their cases are registered by the import
 
 
 def in_own_mounts(argv: list[str]) -> None:

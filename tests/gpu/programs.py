@@ -169,3 +169,86 @@ log.write("ready\\n")
 for line in open("turns"):
     log.write(f"{burst()}\\n")
 """
+
+# One rank with several communicators: one split off, one made and one destroyed on the way, an operator of its own, a
+# send to itself. Values of each step to train.log.
+NCCL_GROUPS = """
+import os, time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+import torch, torch.distributed as dist
+torch.use_deterministic_algorithms(True)
+device = torch.device("cuda:0")
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+split, made = dist.split_group(split_ranks=[[0]]), dist.new_group([0])
+generator = torch.Generator(device="cuda").manual_seed(3)
+weights = torch.randn(512, 512, device="cuda", generator=generator)
+log = open("train.log", "a", buffering=1)
+for step in range(500):
+    x = torch.randn(512, 512, device="cuda", generator=generator)
+    dist.all_reduce(x)
+    dist.all_reduce(x, op=dist.ReduceOp.AVG, group=split)
+    dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5), group=made)
+    y = torch.empty_like(x)
+    dist.all_gather_into_tensor(y, x, group=split)
+    dist.reduce_scatter_tensor(x, y)
+    dist.broadcast(x, 0, group=made)
+    weights = torch.tanh(weights @ x / 512) + weights * 0.5
+    log.write(f"{step} {weights.sum().item().hex()}\\n")
+    if step % 60 == 59:
+        dist.destroy_process_group(made)
+        made = dist.new_group([0])
+    time.sleep(0.03)
+log.write("passed\\n")
+dist.destroy_process_group()
+"""
+
+# A training whose parameters are split over all ranks; argv: steps. RANK and the rest come by the environment.
+FSDP = """
+import os, sys, time
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+rank = int(os.environ["RANK"])
+torch.use_deterministic_algorithms(True)
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+torch.manual_seed(1)
+model = torch.nn.Sequential(*(m for _ in range(4) for m in (torch.nn.Linear(1024, 1024), torch.nn.Tanh()))).cuda()
+for layer in model:
+    if isinstance(layer, torch.nn.Linear):
+        fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+data = torch.Generator(device="cuda").manual_seed(100 + rank)
+log = open(f"train-{rank}.log", "a", buffering=1)
+for step in range(int(sys.argv[1])):
+    x = torch.randn(256, 1024, device="cuda", generator=data)
+    loss = (model(x) - x.sin()).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    log.write(f"{step} {loss.item().hex()}\\n")
+    time.sleep(0.05)
+log.write("passed\\n")
+dist.destroy_process_group()
+"""
+
+# Bus bandwidth of an all-reduce of 1 GiB again and again, GB/s, by rank 0 to `bandwidth`; for ever.
+BANDWIDTH = """
+import os, torch, torch.distributed as dist
+rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+x = torch.rand(1 << 28, device="cuda")
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+log = open("bandwidth", "a", buffering=1) if rank == 0 else None
+while True:
+    begin.record()
+    for _ in range(4):
+        dist.all_reduce(x, op=dist.ReduceOp.AVG)
+    end.record()
+    end.synchronize()
+    if log:
+        log.write(f"{2 * (ranks - 1) / ranks * x.numel() * 4 * 4 / begin.elapsed_time(end) / 1e6:.3f}\\n")
+"""
