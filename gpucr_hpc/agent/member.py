@@ -197,8 +197,8 @@ class MemberSession(Session):
 
     # --- NCCL -------------------------------------------------------------------------------------------
 
-    async def do_nccl_begin(self, job: str) -> None:
-        found = self._get(job)
+    async def do_nccl_begin(self, job: str, run: int) -> None:
+        found = self._get(job, run)
         if found.capsule is None or found.phase in (Phase.RESTORING, Phase.NEW):
             raise JobNotProtected(job=job, node=self._context.node)
         self._ranks = await nccl.ranks_here(found)

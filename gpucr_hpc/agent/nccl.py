@@ -42,11 +42,11 @@ async def ranks_here(job: ProtectedJob) -> NodeRanks:
 class RemoteRanks:
     """Implements engine.nccl.cut.Ranks for another node."""
 
-    def __init__(self, job: str, peer: Peer) -> None:
-        self._job, self._peer = job, peer
+    def __init__(self, job: str, run: int, peer: Peer) -> None:
+        self._job, self._run, self._peer = job, run, peer
 
     async def begin(self) -> None:
-        await self._peer.call("nccl_begin", job=self._job)
+        await self._peer.call("nccl_begin", job=self._job, run=self._run)
 
     async def order(self, word: str, pairs: Pairs = (), at: int | None = None) -> list[wire.Frame]:
         fields = {"word": word, "pairs": [list(pair) for pair in pairs], "at": at}
@@ -73,7 +73,7 @@ async def _ranks(job: ProtectedJob) -> AsyncIterator[list[NodeRanks | RemoteRank
     try:
         nodes.append(await ranks_here(job))
         for node, address in job.geometry.others:
-            remote = RemoteRanks(job.job, await job.context.connector.open(job.job, node, address))
+            remote = RemoteRanks(job.job, job.run, await job.context.connector.open(job.job, node, address))
             nodes.append(remote)
             await remote.begin()
         yield nodes

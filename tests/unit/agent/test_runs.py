@@ -24,6 +24,7 @@ from gpucr_hpc.errors import GpucrError, PeerLost, RunOver
 CONTINUING = {
     *("join", "gpu_lock", "gpu_unlock", "lock", "capture", "resume", "seal", "commit", "finish", "undo"),
     *("restore_run", "restore_open"),
+    *("nccl", "nccl_verify", "nccl_end"),
 }
 
 
@@ -137,6 +138,7 @@ LATE = {
     "step": {"key": "k", "stdio": "", "token": "", "launch": ""},
     "step_end": {"key": "k"},
     "prepare": {"checkpoint": "c", "data_key": "", "leave_running": False},
+    "nccl_begin": {},
     "build": {"nodes": ["n1", "n2"]},
     "restore_build": {"node_rank": 1, "manifest": "", "of": "7", "ran_on": False},
 }
