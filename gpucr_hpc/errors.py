@@ -381,6 +381,12 @@ class PeerLost(CoordinationError):
     hint = "is gpucr-agent running there, and is its port reachable from this node?"
 
 
+class PeerVersion(PeerLost):
+    """the agent on {node} speaks version {theirs} of the agents' protocol, this node's version {ours}"""
+
+    hint = "install the same gpucr-hpc on both nodes and start their agents anew"
+
+
 class DrainIncomplete(CoordinationError):
     """{nodes}: not empty: {reason}"""
 

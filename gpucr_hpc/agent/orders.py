@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from gpucr_hpc import slurm
+from gpucr_hpc import __version__, slurm
 from gpucr_hpc.agent import lead, report
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
@@ -48,6 +48,7 @@ class Orders:
         chosen = [self._own(uid, job)] if job else list(self._jobs.values())
         return {
             "node": context.node,
+            "version": __version__,
             "criu": context.criu.text if context.criu else None,
             "problem": str(context.criu_problem) if context.criu_problem else None,
             "jobs": [await report.of_job(j) for j in chosen if j.may(uid, self._operators) and not j.idle],
@@ -105,7 +106,7 @@ class Orders:
             try:
                 return await self.status_at(uid, node)
             except GpucrError as error:
-                return {"node": node, "criu": None, "problem": str(error), "jobs": []}
+                return {"node": node, "version": None, "criu": None, "problem": str(error), "jobs": []}
 
         if nodes is None:
             nodes = sorted({info.batch_host for info in await slurm.running_jobs()} | {self._context.node})

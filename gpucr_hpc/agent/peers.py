@@ -3,6 +3,9 @@
 The certificate is made from that key and from nothing else, so every agent makes the same one, trusts only it, and
 no clock, no file and no authority is needed. One connection carries the requests of one operation, one after
 another; its end tells the other side that the operation is over, wherever it stood.
+
+A message is its length (u32, little endian) and a JSON object. `version` in each is that of all that agents say to each
+other; who reads another one than its own acts on nothing of it. Length, JSON and `version` are in every version.
 """
 
 from __future__ import annotations
@@ -25,12 +28,14 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from gpucr_hpc import errors, wire
-from gpucr_hpc.errors import CoordinationError, GpucrError, PeerLost
+from gpucr_hpc.errors import CoordinationError, GpucrError, PeerLost, PeerVersion
 from gpucr_hpc.image.keys import SigningKey
 from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
+#: Raised when an agent of before would misunderstand a request or an answer, or miss something in it.
+VERSION = 1
 _MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_LIMIT_S = 10.0
 _PROBE_AFTER_S, _PROBES = 4, 3  # a peer that is silent for 16 s is gone: well within Slurm's KillWait of 30 s
@@ -81,13 +86,22 @@ def tls_context(key: SigningKey, *, server: bool) -> ssl.SSLContext:
     return context
 
 
+class _OtherVersion(Exception):
+    """A message of an agent that speaks another version."""
+
+    def __init__(self, version: object) -> None:
+        super().__init__(f"version {version}")
+        self.version = version
+
+
 async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    data = json.dumps(message).encode()
+    data = json.dumps(message | {"version": VERSION}).encode()
     writer.write(struct.pack("<I", len(data)) + data)
     await writer.drain()
 
 
 async def _receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The next message without its version, None at the end of the connection."""
     try:
         (length,) = struct.unpack("<I", await reader.readexactly(4))
         if length > _MAX_MESSAGE_BYTES:
@@ -95,6 +109,8 @@ async def _receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         message: dict[str, Any] = json.loads(await reader.readexactly(length))
     except asyncio.IncompleteReadError:
         return None
+    if (version := message.pop("version", 0)) != VERSION:
+        raise _OtherVersion(version)
     return message
 
 
@@ -125,6 +141,10 @@ async def serve(address: str, port: int, key: SigningKey, session: Callable[[], 
         _notice_dead_peer(writer)
         try:
             await _serve(current, reader, writer)
+        except _OtherVersion as other:
+            log.warning("an agent of another version is not heard", node=_from(writer), version=other.version)
+            with contextlib.suppress(OSError, ssl.SSLError):
+                await _send(writer, {})  # who reads it finds our version
         except (OSError, ssl.SSLError, ValueError) as error:
             log.warning("agent connection broken", error=repr(error))
         finally:
@@ -155,6 +175,12 @@ async def _serve(session: Session, reader: asyncio.StreamReader, writer: asyncio
     finally:
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
+
+
+def _from(writer: asyncio.StreamWriter) -> str:
+    """Address of the other side."""
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if peer else "?"
 
 
 def _notice_dead_peer(writer: asyncio.StreamWriter) -> None:
@@ -188,7 +214,7 @@ class Peer:
         self._cut_off = False
 
     async def call(self, verb: str, **fields: Any) -> Any:
-        """Make a request; raise the other side's error, or PeerLost when it does not answer any more.
+        """Make a request; raise the other side's error, PeerVersion, or PeerLost when it does not answer any more.
 
         A call that is cancelled ends the connection: the next answer would be taken for that of another request.
         """
@@ -209,6 +235,8 @@ class Peer:
             self._cut_off = True
             self.close()
             raise
+        except _OtherVersion as other:
+            raise PeerVersion(node=self._node, theirs=other.version, ours=VERSION) from None
         except (OSError, ssl.SSLError) as error:
             raise PeerLost(job=self._job, node=self._node, reason=error) from None
         if answer is None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 import string
+import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from gpucr_hpc import errors
 from gpucr_hpc.agent import peers
 from gpucr_hpc.agent.peers import Connector, Peer, Session
-from gpucr_hpc.errors import GpucrError, PeerLost, StoreFull
+from gpucr_hpc.errors import GpucrError, PeerLost, PeerVersion, StoreFull
 from gpucr_hpc.image.keys import SigningKey
 
 KEY, FOREIGN = SigningKey(bytes(range(32))), SigningKey(bytes(32))
@@ -181,6 +184,113 @@ def test_a_foreign_key_is_refused() -> None:
         server.close()
 
     asyncio.run(case())
+
+
+async def answer_to(port: int, message: dict[str, Any]) -> dict[str, Any]:
+    """What an agent says to a message of whatever form."""
+    context = peers.tls_context(KEY, server=False)
+    name = "gpucr-agent"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+    data = json.dumps(message).encode()
+    writer.write(struct.pack("<I", len(data)) + data)
+    (length,) = struct.unpack("<I", await reader.readexactly(4))
+    answer: dict[str, Any] = json.loads(await reader.readexactly(length))
+    assert await reader.read() == b""
+    writer.close()
+    return answer
+
+
+@pytest.mark.parametrize("version", [{}, {"version": peers.VERSION + 1}], ids=["none", "newer"])
+def test_a_request_of_another_version_is_not_carried_out(version: dict[str, int]) -> None:
+    """The other side learns which version is spoken here, and the connection ends."""
+
+    async def case() -> None:
+        journal: list[str] = []
+        hold = asyncio.Event()
+        hold.set()
+        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
+        port = server.sockets[0].getsockname()[1]
+        answer = await answer_to(port, {"do": "firm", "fields": {}, **version})
+        assert (answer, journal) == ({"version": peers.VERSION}, ["closed"])
+        server.close()
+
+    asyncio.run(asyncio.wait_for(case(), 10))
+
+
+def test_an_answer_of_another_version_says_so() -> None:
+    """Whatever it says, it is not taken for an answer; the error names node and versions."""
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(4)
+        data = json.dumps({"version": 7, "ok": "a"}).encode()
+        writer.write(struct.pack("<I", len(data)) + data)
+        await writer.drain()
+
+    async def case() -> None:
+        server = await asyncio.start_server(other, "127.0.0.1", 0, ssl=peers.tls_context(KEY, server=True))
+        peer = await Connector(KEY, server.sockets[0].getsockname()[1]).open("7", "n2", "127.0.0.1")
+        with pytest.raises(PeerVersion, match=f"agent on n2 speaks version 7 .* version {peers.VERSION}") as caught:
+            await peer.call("echo", word="a")
+        assert "same gpucr-hpc" in caught.value.advice()
+        peer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(case(), 10))
+
+
+class Wire:
+    """Between a client and an agent: writes down what the client sends; flip: a bit of what follows is changed."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self.sent, self.flip = port, b"", False
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back, forth = await asyncio.open_connection("127.0.0.1", self._port)
+        await asyncio.gather(self._copy(reader, forth, note=True), self._copy(back, writer), return_exceptions=True)
+
+    async def _copy(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, note: bool = False) -> None:
+        while data := await source.read(65536):
+            if note:
+                self.sent += data
+                if self.flip:
+                    data = data[:-1] + bytes([data[-1] ^ 1])
+            target.write(data)
+        target.close()
+
+
+def test_replayed_and_altered_orders_are_not_heard() -> None:
+    """Somebody on the network who sends an order once more, or changes a bit of one, orders nothing."""
+
+    async def case() -> None:
+        journal: list[str] = []
+        hold = asyncio.Event()
+        hold.set()
+        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
+        port = server.sockets[0].getsockname()[1]
+        wire = Wire(port)
+        between = await asyncio.start_server(wire.handle, "127.0.0.1", 0)
+        connector = Connector(KEY, between.sockets[0].getsockname()[1])
+        async with connector.to("7", "n2", "127.0.0.1") as peer:
+            await peer.call("firm")
+        await until(lambda: "closed" in journal)
+        once = list(journal)
+        assert "firm done" in once
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(wire.sent)
+        answer = await reader.read()  # to the end: the agent closes it
+        writer.close()
+        assert (b"firm" not in answer, journal) == (True, once)
+        async with connector.to("7", "n2", "127.0.0.1") as peer:
+            assert await peer.call("echo", word="a") == "a"
+            wire.flip = True
+            with pytest.raises((PeerLost, ssl.SSLError)):
+                await peer.call("firm")
+        await until(lambda: journal.count("closed") == 2)
+        assert journal.count("firm begins") == 1
+        between.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(case(), 10))
 
 
 @pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
