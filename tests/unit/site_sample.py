@@ -52,7 +52,8 @@ class Site:
         site = load_site_key(self.root / "keys/site.key")
         key = self.keys[checkpoint] = DataKey.generate(site.id_key(job))
         staging = self.store.begin(job, checkpoint)
-        writer = ImageWriter(staging.create, checkpoint=checkpoint, node_rank=0, key=key, node="n1")
+        # One worker: of two equal chunks that are sealed at the same time both are written.
+        writer = ImageWriter(staging.create, checkpoint=checkpoint, node_rank=0, key=key, node="n1", workers=1)
         for name, data in (content or {"inventory.img": b"x" * 100}).items():
             with writer.stream(name) as stream:
                 stream.write(data)
