@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gpucr_hpc.agent import claims
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CheckpointMissing, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
@@ -136,13 +137,19 @@ class Catalog:
         """Write a durable note about a job."""
         await self._worker.call("record", job=job, name=name, data=json.dumps(value))
 
+    async def note_new(self, job: str, name: str, value: dict[str, Any]) -> bool:
+        """Write a durable note unless there is one of that name; whether it was written."""
+        return bool(await self._worker.call("record", job=job, name=name, data=json.dumps(value), new=True))
+
     async def first_run(
         self, job: str, after: str, excluded: str, outputs: Sequence[dict[str, Any]] = ()
     ) -> None:
         """Remember when a job ran first: only checkpoints with an id from `after` on are its own. And the nodes
         that its user excluded, and of a job that began with another's checkpoint its output files of then."""
         await self.note(job, _ORIGIN, {"after": after, "excluded": excluded, "outputs": list(outputs)})
-        for name in (_LATEST, _ENDED):
+        # Of an earlier job of this number.
+        gone = [claims.record_name(number) for number in range(len(await claims.all_of(self, job)))]
+        for name in (_LATEST, _ENDED, claims.RETIRED, *gone):
             await self._worker.call("record", job=job, name=name, delete=True)
 
     async def excluded(self, job: str) -> str:
@@ -164,15 +171,21 @@ class Catalog:
         return str(latest["checkpoint"]) if latest.get("left") else None
 
     async def prune(self, job: str, keep_last: int, *, fresh: str = "") -> list[str]:
-        """Remove what is older than the last `keep_last` good checkpoints of a living job, at least one; their ids.
+        """Remove what is older than the last `keep_last` good checkpoints of a living job, at least one, and is not
+        needed by another job; their ids.
 
         fresh: a checkpoint that was committed just now, which need not be looked at.
         """
         entries = await self.entries(job)
+        own = next((entry.manifest for entry in entries if entry.manifest is not None), None)
+        if own is not None and claims.began_as(own) != job:
+            await claims.release(self, claims.began_as(own), job)
         if len(entries) <= max(1, keep_last):
             return []
         candidates = await self.judged(entries, max(1, keep_last), fresh)
         gone = removable(candidates, live=True, now=time.time(), keep_last=keep_last)
+        needed = await claims.needed(self, [entry for entry in entries if entry.checkpoint in gone])
+        gone = [checkpoint for checkpoint in gone if checkpoint not in needed]
         for checkpoint in gone:
             await self._worker.call("delete", job=job, checkpoint=checkpoint)
         return gone
@@ -223,8 +236,15 @@ class Catalog:
         note = await self.record(job, _ENDED)
         return int(note["status"]) if note is not None and note["run"] < run else None
 
-    async def retire(self, job: str) -> None:
-        """The job ended well: remove its checkpoints."""
-        for entry in await self.entries(job):
-            await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
-        await self._worker.call("record", job=job, name=_LATEST, delete=True)
+    async def retire(self, job: str, *, but: str = "") -> None:
+        """The job ended well: remove its checkpoints, except those that another job needs; `claims.release` calls again
+        when that has one of its own. but: a job that does not count."""
+        entries = await self.entries(job)
+        needed = await claims.needed(self, entries, but=but)
+        if needed:
+            await self.note(job, claims.RETIRED, {})
+        for entry in entries:
+            if entry.checkpoint not in needed:
+                await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+        for name in (_LATEST, *(() if needed else (claims.RETIRED,))):
+            await self._worker.call("record", job=job, name=name, delete=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import restarting
+from gpucr_hpc.agent import claims, restarting
 from gpucr_hpc.agent.catalog import Catalog
-from gpucr_hpc.agent.pruning import is_live
+from gpucr_hpc.agent.claims import began_as, some, written
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.engine.openfiles import output_files
 from gpucr_hpc.errors import CheckpointUnfit
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
 
 log = Log(__name__)
-
-_CLONES = "clones"
 
 
 async def restore(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) -> None:
@@ -37,7 +35,7 @@ async def restore(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
         check(manifest, info)
         outputs: list[dict[str, Any]] = []
         if job.run == 0:
-            await _claim(catalog, job, manifest)
+            await claims.claim(catalog, job.job, manifest)
             job.excluded = info.excluded_nodes
             now = [file.as_dict() for file in output_files([supervisor.pid])]
             await catalog.first_run(job.job, new_checkpoint_id(), job.excluded, outputs=now)
@@ -47,22 +45,8 @@ async def restore(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo
     lines = [f"what goes on began as job {first}: SLURM_JOB_ID stays {first}, and the script submitted now is not run"]
     files = written(manifest)
     if files:
-        lines.append(f"from now on this job writes to {_some(files)} of job {manifest.job}")
+        lines.append(f"from now on this job writes to {some(files)} of job {manifest.job}")
     await restarting.persist(job, supervisor, manifest, info, outputs=outputs, problems=lines)
-
-
-def began_as(manifest: Manifest) -> str:
-    """The job as which the tree of a checkpoint was started: its id is in the tree's paths."""
-    return str(manifest.meta.get("paths_of", manifest.job))
-
-
-def written(manifest: Manifest) -> list[str]:
-    """Files that the tree has open for writing."""
-    return sorted({str(file["path"]) for rank in manifest.meta["ranks"] for file in rank["files"]})
-
-
-def _some(files: list[str]) -> str:
-    return files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
 
 
 def check(manifest: Manifest, info: slurm.JobInfo) -> None:
@@ -78,18 +62,3 @@ def check(manifest: Manifest, info: slurm.JobInfo) -> None:
         raise CheckpointUnfit(reason=reason)
     if "script" not in manifest.rank(0):
         raise CheckpointUnfit(reason="the batch script is not in it")
-
-
-async def _claim(catalog: Catalog, job: ProtectedJob, manifest: Manifest) -> None:
-    """Raise CheckpointUnfit when another job that is not over has the same files open for writing, and note this one.
-
-    A rule against mistakes, not a lock: of two jobs that come in the same moment none may see the other.
-    """
-    first = began_as(manifest)
-    clones = [str(other) for other in (await catalog.record(first, _CLONES) or {}).get("jobs", [])]
-    files = written(manifest)
-    for other in dict.fromkeys([first, manifest.job, *clones]):
-        if files and other != job.job and await is_live(other):
-            reason = f"job {other} is not over and writes to {_some(files)}, too: let it end or cancel it first"
-            raise CheckpointUnfit(reason=reason)
-    await catalog.note(first, _CLONES, {"jobs": [*(other for other in clones if other != job.job), job.job]})

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import batchscript, checkpointing, cloning, gpuword, peers, recipients, restarting
+from gpucr_hpc.agent import batchscript, checkpointing, claims, cloning, gpuword, peers, recipients, restarting
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.metrics import METRICS
@@ -327,6 +327,8 @@ async def ended(job: ProtectedJob, supervisor: Supervisor, status: int, noticed:
             await supervisor.ok()
             if status == 0:
                 await catalog.retire(job.job)
+                if job.paths_of != job.job:
+                    await claims.release(catalog, job.paths_of, job.job)
     except GpucrError as error:
         log.error("end not recorded", job=job.job, error=str(error))
         await supervisor.ok()

@@ -6,11 +6,11 @@ import time
 from itertools import groupby
 from typing import Any
 
-from gpucr_hpc import slurm
+from gpucr_hpc.agent import claims
 from gpucr_hpc.agent.catalog import Catalog, Entry
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import GpucrError, JobUnknown, SlurmError, UsageError
+from gpucr_hpc.errors import GpucrError, UsageError
 from gpucr_hpc.log import Log
 from gpucr_hpc.store.retention import removable
 
@@ -47,9 +47,11 @@ class Pruning:
         kept = 0
         for job, group in groupby(sorted(entries, key=lambda e: (int(e.job), e.checkpoint)), key=lambda e: e.job):
             own = list(group)
-            live = await is_live(job)
+            live = await claims.is_live(job)
             judged = await catalog.judged(own, max(self._limits["keep_last"] or 0, 1 if live else 0))
             gone = removable(judged, live=live, now=time.time(), **self._limits)
+            kept_for_others = await claims.needed(catalog, [entry for entry in own if entry.checkpoint in gone])
+            gone = [checkpoint for checkpoint in gone if checkpoint not in kept_for_others]
             removed += [await self._remove(worker, job, checkpoint, own) for checkpoint in gone]
             kept += len(own) - len(gone)
         return {"dry_run": self._dry_run, "removed": removed, "kept": kept}
@@ -75,14 +77,3 @@ class Pruning:
             "sweep", older_than_s=self._orphans_s, jobs=None if jobs is None else sorted(jobs), dry_run=self._dry_run
         )
         return found
-
-
-async def is_live(job: str) -> bool:
-    """Whether a job may still need its checkpoints; yes where Slurm cannot be asked."""
-    try:
-        return not (await slurm.job(job)).over
-    except JobUnknown:
-        return False
-    except SlurmError as error:
-        log.warning("whether a job is over is not known, so it is not", job=job, error=str(error))
-        return True

@@ -310,10 +310,15 @@ class Worker:
                     report[-1]["problem"] = str(error)
         return report
 
-    def do_record(self, job: str, name: str, data: str | None = None, delete: bool = False) -> str | None:
-        """Write, delete or read a small durable record of a job."""
+    def do_record(
+        self, job: str, name: str, data: str | None = None, delete: bool = False, new: bool = False
+    ) -> str | bool | None:
+        """Write, delete or read a small durable record of a job. new: write it only where there is none; whether that
+        was so."""
         if delete:
             self.store.delete_record(job, name)
+        elif data is not None and new:
+            return self.store.add_record(job, name, data.encode())
         elif data is not None:
             self.store.put_record(job, name, data.encode())
         else:

@@ -108,6 +108,9 @@ class Store(Protocol):
     def put_record(self, job: JobId, name: str, data: bytes) -> None:
         """Keep a small record of a job, replacing an older one: after a crash it is the old or the new."""
 
+    def add_record(self, job: JobId, name: str, data: bytes) -> bool:
+        """Keep a record unless there is one of that name: whether it was kept. Of several that try at once, one is."""
+
     def get_record(self, job: JobId, name: str) -> bytes | None:
         """The record, or None."""
 

@@ -140,6 +140,14 @@ class MemoryStore:
             self._records[key] = bytes(data)
             self._used += growth
 
+    def add_record(self, job: JobId, name: str, data: bytes) -> bool:
+        """See Store.add_record."""
+        with self._lock:
+            if self.get_record(job, name) is not None:
+                return False
+            self.put_record(job, name, data)
+            return True
+
     def get_record(self, job: JobId, name: str) -> bytes | None:
         """See Store.get_record."""
         return self._records.get((check_job_id(job), check_object_name(name)))

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from gpucr_hpc.errors import CheckpointMissing, ObjectMissing, StoreError, UsageError, store_error
 from gpucr_hpc.model import (
@@ -35,6 +35,8 @@ from gpucr_hpc.model import (
 )
 from gpucr_hpc.store.base import MANIFEST_NAME, MAX_RECORD_BYTES, Listing, Orphan, Orphans
 from gpucr_hpc.store.quota import left_bytes
+
+T = TypeVar("T")
 
 _PARTIAL = ".partial"
 _TRASH = ".trash-"
@@ -204,12 +206,19 @@ class PosixStore:
 
     def put_record(self, job: JobId, name: str, data: bytes) -> None:
         """See Store.put_record."""
+        self._write_record(job, name, data, _replace_file)
+
+    def add_record(self, job: JobId, name: str, data: bytes) -> bool:
+        """See Store.add_record. Without hard links it is there a moment before its content is."""
+        return self._write_record(job, name, data, _add_file)
+
+    def _write_record(self, job: JobId, name: str, data: bytes, write: Callable[[str, bytes, int, str], T]) -> T:
         check_job_id(job)
         final = _RECORD + check_object_name(name)
         if len(data) > MAX_RECORD_BYTES:
             raise UsageError(reason=f"record {name!r} has {len(data)} bytes, more than {MAX_RECORD_BYTES}")
         path = self._path(job, final)
-        self._in_new_job(job, path, lambda fd: _replace_file(final, data, fd, path))
+        return self._in_new_job(job, path, lambda fd: write(final, data, fd, path))
 
     def get_record(self, job: JobId, name: str) -> bytes | None:
         """See Store.get_record."""
@@ -257,7 +266,7 @@ class PosixStore:
         finally:
             os.close(root)
 
-    def _in_new_job(self, job: JobId, path: str, work: Callable[[int], None]) -> None:
+    def _in_new_job(self, job: JobId, path: str, work: Callable[[int], T]) -> T:
         """Do `work` in a job's directory, made if need be, even while another process removes it as empty."""
         for left in reversed(range(_TRIES)):
             try:
@@ -266,7 +275,7 @@ class PosixStore:
             except ObjectMissing:
                 if not left:
                     raise
-        return None
+        raise AssertionError("unreachable")
 
     def _remove_empty(self, job: JobId) -> None:
         """Remove the directory of a job that has nothing left."""
@@ -385,15 +394,39 @@ def _replace_file(name: str, data: bytes, dir_fd: int, path: str) -> None:
     """Temporary name, fsync, rename, fsync of the directory; the temporary is removed on failure."""
     temporary = f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
     try:
-        with StoreFile(os.open(temporary, _NEW_FILE, 0o600, dir_fd=dir_fd), "w", path) as file:
-            file.write(data)
-            os.fsync(file.fileno())
+        _write_new(temporary, data, dir_fd, path)
         os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=dir_fd)
         raise
     os.fsync(dir_fd)
+
+
+def _add_file(name: str, data: bytes, dir_fd: int, path: str) -> bool:
+    """As _replace_file, but what is there stays; whether the name was free."""
+    temporary = f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
+    try:
+        _write_new(temporary, data, dir_fd, path)
+        try:
+            os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                raise
+            _write_new(name, data, dir_fd, path)
+    except FileExistsError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=dir_fd)
+    os.fsync(dir_fd)
+    return True
+
+
+def _write_new(name: str, data: bytes, dir_fd: int, path: str) -> None:
+    with StoreFile(os.open(name, _NEW_FILE, 0o600, dir_fd=dir_fd), "w", path) as file:
+        file.write(data)
+        os.fsync(file.fileno())
 
 
 def _is_orphan_name(name: str) -> bool:

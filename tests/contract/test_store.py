@@ -215,6 +215,33 @@ def test_records(store):
         store.put_record("41", "end", bytes(MAX_RECORD_BYTES + 1))
 
 
+def test_record_that_is_new(store):
+    """What is there stays; of several that come at once one is kept, whole."""
+    assert store.add_record("41", "claim", b"one")
+    assert not store.add_record("41", "claim", b"two")
+    assert store.get_record("41", "claim") == b"one"
+    store.delete_record("41", "claim")
+    assert store.add_record("41", "claim", b"three")
+    with pytest.raises(UsageError, match="more than"):
+        store.add_record("41", "large", bytes(MAX_RECORD_BYTES + 1))
+    kept: list[tuple[str, bytes]] = []
+
+    def work(number: int) -> None:
+        for name in map(str, range(20)):
+            data = b"%d" % number
+            if store.add_record("41", name, data):
+                kept.append((name, data))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(name for name, _ in kept) == sorted(map(str, range(20)))
+    assert all(store.get_record("41", name) == data for name, data in kept)
+    assert store.orphans(0) == []
+
+
 def test_records_outlive_checkpoints(store):
     """Deleting a job's last checkpoint leaves its records."""
     publish(store)
@@ -234,6 +261,7 @@ def test_bad_job_is_refused(store, job):
         lambda: store.read_manifest(job, OLD),
         lambda: store.delete(job, OLD),
         lambda: store.put_record(job, "a", b""),
+        lambda: store.add_record(job, "a", b""),
         lambda: store.get_record(job, "a"),
         lambda: store.delete_record(job, "a"),
     ]
@@ -259,6 +287,7 @@ def test_bad_name_is_refused(store, name):
         lambda: staging.open(name),
         lambda: store.open("41", OLD, name),
         lambda: store.put_record("41", name, b""),
+        lambda: store.add_record("41", name, b""),
         lambda: store.get_record("41", name),
     ]
     for call in calls:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpucr_hpc.agent import claims
 from gpucr_hpc.agent.catalog import Catalog, Density
 from gpucr_hpc.errors import IntegrityError, WrongKey
 from gpucr_hpc.image.keys import DataKey, SigningKey, SiteKey
@@ -45,7 +46,7 @@ class Worker:
                 return [
                     (owner, checkpoint, base64.b64encode(data).decode())
                     for (owner, checkpoint), data in sorted(self.manifests.items())
-                    if job in (None, owner)
+                    if job in (None, owner) and fields.get("checkpoint") in (None, checkpoint)
                 ]
             case "verify":
                 self.looked_at.append(fields["checkpoint"])
@@ -55,6 +56,8 @@ class Worker:
                 del self.manifests[job, fields["checkpoint"]]
             case "record" if fields.get("delete"):
                 self.records.pop((job, name), None)
+            case "record" if fields.get("new"):
+                return self.records.setdefault((job, name), fields["data"]) is fields["data"]
             case "record" if "data" in fields:
                 self.records[job, name] = fields["data"]
             case "record":
@@ -184,6 +187,55 @@ def test_retire_removes_all(catalog, worker):
     asyncio.run(catalog.retire(JOB))
     assert [("42", IDS[1])] == list(worker.manifests)
     assert ([], []) == candidates(catalog), "nothing is missed either"
+
+
+@pytest.fixture
+def live(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Jobs that are not over."""
+    found = {"50"}
+
+    async def is_live(job: str) -> bool:
+        return job in found
+
+    monkeypatch.setattr(claims, "is_live", is_live)
+    return found
+
+
+def test_what_another_job_began_with_stays_until_it_has_its_own(catalog, worker, live):
+    """Job 50 began with the first set of job 41, which then ends well."""
+    for checkpoint in IDS[:3]:
+        worker.add(checkpoint)
+    manifest = asyncio.run(catalog.find(IDS[0], UID))
+    asyncio.run(claims.claim(catalog, "50", manifest))
+    assert [IDS[1]] == asyncio.run(catalog.prune(JOB, 1)), "the first would go, too"
+    asyncio.run(catalog.retire(JOB))
+    assert [(JOB, IDS[0])] == list(worker.manifests)
+    asyncio.run(claims.release(catalog, JOB, "51"))
+    assert [(JOB, IDS[0])] == list(worker.manifests), "another clone's word is not its own"
+    worker.meta = {"ranks": [], "paths_of": JOB}
+    worker.add(IDS[3], job="50")
+    asyncio.run(catalog.prune("50", 2))
+    assert [("50", IDS[3])] == list(worker.manifests)
+    assert {name for job, name in worker.records if job == JOB} == {"clone-0"}
+
+
+def test_what_another_job_began_with_goes_with_its_end(catalog, worker, live):
+    """It ended well, too, and has never had a set of its own; what a third one needs stays."""
+    for checkpoint in IDS[:2]:
+        worker.add(checkpoint)
+    for job, checkpoint in (("50", IDS[0]), ("51", IDS[1])):
+        asyncio.run(claims.claim(catalog, job, asyncio.run(catalog.find(checkpoint, UID))))
+    live.add("51")
+    asyncio.run(catalog.retire(JOB))
+    assert [(JOB, IDS[0]), (JOB, IDS[1])] == list(worker.manifests)
+    asyncio.run(catalog.retire("50"))
+    asyncio.run(claims.release(catalog, JOB, "50"))
+    assert [(JOB, IDS[1])] == list(worker.manifests)
+    live.clear()
+    asyncio.run(claims.release(catalog, JOB, "51"))
+    assert {} == worker.manifests
+    asyncio.run(catalog.first_run(JOB, after=IDS[4], excluded=""))
+    assert [] == asyncio.run(claims.all_of(catalog, JOB)), "a new job of that number begins clean"
 
 
 def test_end_in_the_grace_time_counts_for_later_runs_only(catalog):

@@ -15,9 +15,8 @@ from typing import Any, cast
 import pytest
 from site_sample import IDS, InProcess, Site
 
-from gpucr_hpc.agent import batchscript, cloning
+from gpucr_hpc.agent import batchscript, claims, cloning
 from gpucr_hpc.agent.catalog import Catalog, Keys
-from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CheckpointMissing, CheckpointUnfit, GpucrError, SlurmError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_key
@@ -110,17 +109,69 @@ def test_two_that_write_the_same_files(
     async def is_live(job: str) -> bool:
         return job in alive
 
-    monkeypatch.setattr(cloning, "is_live", is_live)
-    job = cast(ProtectedJob, SimpleNamespace(job="7"))
-    asyncio.run(catalog.note("40", "clones", {"jobs": ["41", "43"]}))
-    work = cloning._claim(catalog, job, manifest(files, paths_of="40"))
+    monkeypatch.setattr(claims, "is_live", is_live)
+    for number, other in enumerate(("41", "43")):
+        claim = {"job": other, "of": "40", "checkpoint": IDS[0]}
+        asyncio.run(catalog.note_new("40", claims.record_name(number), claim))
+    work = claims.claim(catalog, "7", manifest(files, paths_of="40"))
     if refused:
         with pytest.raises(CheckpointUnfit, match=refused):
             asyncio.run(work)
     else:
         asyncio.run(work)
-    noted = asyncio.run(catalog.record("40", "clones"))
-    assert noted == {"jobs": ["41", "43"] + ([] if refused else ["7"])}
+    assert claimed(catalog, "40") == ["41", "43"] + ([] if refused else ["7"])
+    if not refused:  # an agent that died in between does it once more
+        asyncio.run(claims.claim(catalog, "7", manifest(files, paths_of="40")))
+        assert claimed(catalog, "40") == ["41", "43", "7"]
+
+
+def claimed(catalog: Catalog, first: str) -> list[str]:
+    return [claim["job"] for claim in asyncio.run(claims.all_of(catalog, first))]
+
+
+@pytest.mark.parametrize("files", [{0: ["/x"]}, {}], ids=["a file is open", "none is open"])
+def test_two_at_once(catalog: Catalog, monkeypatch: pytest.MonkeyPatch, files: dict[int, list[str]]) -> None:
+    """Both have looked before either has written: with the same files open only one may begin."""
+
+    async def case() -> list[BaseException | None]:
+        both, looked = asyncio.Barrier(2), set[str]()
+
+        async def is_live(job: str) -> bool:
+            return job in ("7", "8")
+
+        note_new = catalog.note_new
+
+        async def after_both(first: str, name: str, value: dict[str, Any]) -> bool:
+            if value["job"] not in looked:
+                looked.add(value["job"])
+                await both.wait()
+            return await note_new(first, name, value)
+
+        monkeypatch.setattr(claims, "is_live", is_live)
+        monkeypatch.setattr(catalog, "note_new", after_both)
+        work = (claims.claim(catalog, job, manifest(files)) for job in ("7", "8"))
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    results = asyncio.run(asyncio.wait_for(case(), 10))
+    refused = [str(result) for result in results if result is not None]
+    if files:
+        (winner,) = claimed(catalog, "41")
+        assert [f"job {winner} is not over and writes to /x, too" in text for text in refused] == [True]
+    else:
+        assert (refused, sorted(claimed(catalog, "41"))) == ([], ["7", "8"])
+
+
+def test_a_claim_that_cannot_be_read(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who made it is not known: waited for, then refused with its name."""
+
+    async def is_live(_job: str) -> bool:
+        return False
+
+    monkeypatch.setattr(claims, "is_live", is_live)
+    monkeypatch.setattr(claims, "_HALF_PAUSE_S", 0)
+    asyncio.run(catalog._worker.call("record", job="41", name="clone-0", data=""))
+    with pytest.raises(CheckpointUnfit, match="record clone-0 of job 41 in the store cannot be read"):
+        asyncio.run(claims.claim(catalog, "7", manifest({0: ["/x"]})))
 
 
 def script_path(monkeypatch: pytest.MonkeyPatch, spool: str | None, *command: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_all_of_a_job_that_is_over_may_go(site, control, cluster, states):
     ask(control, "prune", uid=0, keep_last=1)
     assert [IDS[2]] == left(site)
     ask(control, "prune", uid=0, keep_last=0)
+    assert [] == left(site)
+
+
+def test_what_another_job_began_with_stays(site, control, cluster):
+    """As long as that is not over and has no checkpoint of its own."""
+    cluster.states |= {JOB: {"COMPLETED"}, "50": {"RUNNING"}}
+    for checkpoint in IDS[:2]:
+        site.add(checkpoint)
+    site.store.put_record(JOB, "clone-0", json.dumps({"job": "50", "of": JOB, "checkpoint": IDS[0]}).encode())
+    report = ask(control, "prune", keep_last=0)
+    assert ([IDS[0]], [IDS[1]], 1) == (left(site), [r["checkpoint"] for r in report["removed"]], report["kept"])
+    cluster.states["50"] = {"FAILED"}
+    ask(control, "prune", keep_last=0, dry_run=True)
+    assert [IDS[0]] == left(site)
+    ask(control, "prune", keep_last=0)
     assert [] == left(site)
 
 

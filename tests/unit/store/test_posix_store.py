@@ -285,3 +285,15 @@ def test_memory_store_can_be_full():
         store.put_record("41", "end", b"x")
     store.delete("41", ID)
     assert store.free_bytes() == 10
+
+
+def test_new_record_without_hard_links(store, monkeypatch, tmp_path):
+    """A file system that has none keeps one of two all the same."""
+
+    def link(*_args: object, **_more: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "link", link)
+    assert [True, False] == [store.add_record("41", "claim", data) for data in (b"one", b"two")]
+    assert store.get_record("41", "claim") == b"one"
+    assert os.listdir(tmp_path / "store" / "41") == ["record-claim"]
