@@ -10,6 +10,7 @@ from typing import Any
 from gpucr_hpc import errors
 from gpucr_hpc.config import load
 from gpucr_hpc.errors import AgentUnreachable, GpucrError
+from gpucr_hpc.wire import peer_of
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -27,6 +28,16 @@ class AgentError(GpucrError):
 
     def as_dict(self) -> dict[str, object]:
         return self._record
+
+
+def agent_pid() -> int | None:
+    """Process of this node's agent, None when none answers."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        try:
+            sock.connect(f"{load().agent.run_dir}/control.sock")
+        except OSError:
+            return None
+        return peer_of(sock).pid
 
 
 def ask(op: str, *, progress: Progress | None = None, **fields: Any) -> dict[str, Any]:

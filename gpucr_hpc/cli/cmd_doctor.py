@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from gpucr_hpc import slurm
 from gpucr_hpc.agent import recipients
-from gpucr_hpc.cli import doctor_nodes, doctor_slurm, output
-from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli import doctor_host, doctor_nodes, doctor_slurm, doctor_store, output
+from gpucr_hpc.cli.client import agent_pid, ask
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.engine.cuda import doctor as gpu_doctor
 from gpucr_hpc.errors import GpucrError, UsageError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trusted
-from gpucr_hpc.units import format_bytes
 
 _Finding = dict[str, Any]
 
@@ -84,6 +82,7 @@ async def _examine(config: Config) -> list[_Finding]:
         findings.append(
             _finding("program", found, program, "build and install it: make -C spank_plugin all install")
         )
+    findings += [_finding(*line) for line in await doctor_host.examine(config, agent_pid())]
     findings += [_finding(*line) for line in gpu_doctor.examine(config.cuda)]
     about_agent, bytes_per_s = _agent(config)
     findings += _keys(config) + about_agent + await _others()
@@ -127,16 +126,17 @@ def _agent(config: Config) -> tuple[list[_Finding], float]:
     """Findings, and the store's speed in bytes per second, 0 when it is not known."""
     try:
         status = ask("status")
-        findings = [_finding("agent", status["problem"] is None, f"on {status['node']}, {len(status['jobs'])} jobs")]
-        probe = ask("probe_store")
     except GpucrError as error:
         return [_finding("agent", False, error, error.advice())], 0.0
-    detail = f"{probe['root']}: {format_bytes(probe['free_bytes'])} free, {probe['seconds']:.3f} s for a synced write"
-    detail += f", {format_bytes(int(probe['bytes_per_s']))}/s"
-    findings.append(_finding("store", probe["free_bytes"] > 1 << 30, detail, "less than 1 GiB is free"))
-    if Path(config.store.root).parts[:2] == ("/", "var"):
-        advice = "set store.root to a directory of the parallel file system that every node mounts"
-        findings.append(_finding("store", False, f"{config.store.root} looks local to this node", advice))
+    state = f"on {status['node']}, release {status['version']}, {len(status['jobs'])} jobs"
+    state += f": {status['problem']}" if status["problem"] else ""
+    advice = "see CRIU's line, then start the agent anew   # until then jobs run without protection"
+    findings = [_finding("agent", status["problem"] is None, state, advice)]
+    try:
+        probe = ask("probe_store")
+    except GpucrError as error:
+        return [*findings, _finding("store", False, *doctor_store.refused(config.store, error))], 0.0
+    findings += [_finding(*line) for line in doctor_store.judge(config.store, probe)]
     return findings, float(probe["bytes_per_s"])
 
 
@@ -145,8 +145,9 @@ async def _slurm(bytes_per_s: float) -> list[_Finding]:
         live, partitions = await slurm.config(), await slurm.partitions()
     except GpucrError as error:
         return [_finding("Slurm", False, error, "is slurmctld up, and scontrol on this node?")]
+    plugin = _finding(*doctor_host.plugin(live))
     found = doctor_slurm.judge(live)
     if bytes_per_s:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         found += doctor_slurm.judge_partitions(partitions, bytes_per_s, memory)
-    return [_finding(f.what, f.good, f.detail, f.advice) for f in found]
+    return [plugin, *(_finding(f.what, f.good, f.detail, f.advice) for f in found)]

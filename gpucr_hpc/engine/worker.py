@@ -25,12 +25,20 @@ from typing import Any
 
 from gpucr_hpc.engine import inspection, pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
-from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, KeyFileError, StoreError, UsageError
+from gpucr_hpc.errors import (
+    CheckpointMissing,
+    GpucrError,
+    ImageError,
+    IntegrityError,
+    KeyFileError,
+    StoreError,
+    UsageError,
+)
 from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
-from gpucr_hpc.model import ImageEntry
+from gpucr_hpc.model import ImageEntry, new_checkpoint_id
 from gpucr_hpc.store.base import Staging
 from gpucr_hpc.store.posix import PosixStore
 from gpucr_hpc.wire import receive_record, send_record
@@ -357,19 +365,37 @@ class Worker:
         except OSError as error:
             raise KeyFileError(path=path, reason=error.strerror) from None
 
-    def do_probe(self) -> dict[str, float]:
-        """Write, sync and read a small file and a larger one in the store; seconds for the small one, and the speed
-        that the larger one makes probable."""
+    def do_probe(self) -> dict[str, Any]:
+        """Write, sync and read a small file and a larger one in the store. seconds: for the small one; bytes_per_s: the
+        speed that the larger one makes probable; owner: uid that the file got; links: whether a checkpoint can hold
+        files of an earlier one."""
         start = time.monotonic()
         self.store.put_record("0", "probe", b"probe")
         self.store.get_record("0", "probe")
         seconds = time.monotonic() - start
+        owner = os.stat(f"{self.store.location}/0").st_uid
         data = os.urandom(_PROBE_BYTES)
         start = time.monotonic()
         self.store.put_record("0", "probe", data)
         bytes_per_s = _PROBE_BYTES / max(1e-6, time.monotonic() - start)
         self.store.delete_record("0", "probe")
-        return {"seconds": seconds, "bytes_per_s": bytes_per_s}
+        return {"seconds": seconds, "bytes_per_s": bytes_per_s, "owner": owner, "links": self._has_links()}
+
+    def _has_links(self) -> bool:
+        first, second = (new_checkpoint_id(time.time() + ahead) for ahead in range(2))
+        staging = self.store.begin("0", first)
+        try:
+            staging.create("probe").close()
+            staging.publish(b"probe")
+            staging = self.store.begin("0", second)
+            staging.link(first, "probe", "probe")
+        except StoreError:
+            return False
+        finally:
+            staging.abort()
+            with contextlib.suppress(CheckpointMissing):
+                self.store.delete("0", first)
+        return True
 
 
 def read_own(path: str, limit_bytes: int) -> bytes:
