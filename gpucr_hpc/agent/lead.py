@@ -13,7 +13,7 @@ from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.phase import Decision, Phase, decide
-from gpucr_hpc.agent.policy import policy_of
+from gpucr_hpc.agent.policy import cut_short, policy_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Geometry, build
 from gpucr_hpc.capsule.capsule import Identity, discard
@@ -139,7 +139,7 @@ async def _take(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo) 
         if job.run == 0 and job.policy.restore_from:
             await cloning.restore(job, supervisor, info)
         elif job.run == 0:
-            await start(job, supervisor, info, "")
+            await start(job, supervisor, info, cut_short(supervisor.hello, job.context.config.agent))
         else:
             await restarting.restart(job, supervisor, info)
     except BaseException:

@@ -65,3 +65,13 @@ def policy_of(hello: wire.Frame, config: AgentConfig) -> Policy:
         rounds=min(rounds, config.timeout_rounds),
         restore_from=options.get("restore", ""),
     )
+
+
+def cut_short(hello: wire.Frame, config: AgentConfig) -> str:
+    """A line for the user who asked for more than the site allows; empty when he gets what he asked for."""
+    options, got, lines = options_of(hello), policy_of(hello, config), []
+    if hello.get("INTERVAL") and got.interval_s > parse_duration(hello.get("INTERVAL")) > 0:
+        lines.append(f"the site's shortest interval is {config.checkpoint_interval_min}: it is taken")
+    if options.get("rounds") and got.rounds < int(options["rounds"]):
+        lines.append(f"the site allows {got.rounds} rounds of --checkpoint-on-timeout: they are taken")
+    return "; ".join(lines)

@@ -103,6 +103,8 @@ def test_no_checkpoint_and_bad_options(lab: Lab) -> None:
     assert on.submit(script, "--no-checkpoint", name="off", protected=False).end().raw == "none\n"
     job = on.submit(script, name="on", protected=False).end()
     assert job.out == f"{job.id}\n"
+    short = on.submit("echo hello", "--checkpoint-interval=100ms", name="short").end()
+    assert short.raw == "gpucr: the site's shortest interval is 1s: it is taken\nhello\n"
     for bad in ("--checkpoint-dir=relative", "--checkpoint-interval=soon", "--checkpoint-nccl=fast"):
         asked = lab.exec("ctl", ["sbatch", bad, "--wrap", "true"], user=on.user, check=False)
         assert (asked.status != 0, bad.split("=")[0] in asked.stderr) == (True, True)

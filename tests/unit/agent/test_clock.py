@@ -8,7 +8,7 @@ import pytest
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent.clock import Times, margin_s
-from gpucr_hpc.agent.policy import Policy, policy_of
+from gpucr_hpc.agent.policy import Policy, cut_short, policy_of
 from gpucr_hpc.agent.report import parse_progress, read_line
 from gpucr_hpc.config import AgentConfig
 from gpucr_hpc.engine.openfiles import FilesPolicy
@@ -59,6 +59,14 @@ def test_policy_of_site_and_user():
     assert wanted == Policy(1800, FilesPolicy.KEEP, on_timeout=True, rounds=3)
     assert policy_of(hello(rounds="99"), SITE).rounds == 10
     assert policy_of(hello(rounds="0", timeout="yes"), SITE).rounds == 0
+
+
+def test_the_user_is_told_when_he_gets_less():
+    """Not where the site's own default, or nothing at all, was raised or asked for."""
+    for silent in (hello(), hello("0"), hello("5m"), hello("1h", rounds="10"), hello(rounds="0")):
+        assert "" == cut_short(silent, SITE)
+    assert "the site's shortest interval is 5m: it is taken" == cut_short(hello("90s"), SITE)
+    assert "the site allows 10 rounds of --checkpoint-on-timeout: they are taken" == cut_short(hello(rounds="11"), SITE)
 
 
 @pytest.mark.parametrize("options", [{"files": "undo"}, {"rounds": "many"}])
