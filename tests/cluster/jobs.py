@@ -21,6 +21,7 @@ from gpucr_hpc.lab.nodes import USERS
 from gpucr_hpc.lab.wait import wait_until
 
 ON = "--checkpoint-on-preempt"
+WAYS = ("plain", "prolog", "array", "agent")  # see `under`; agent: the agent is killed in between
 LONG = os.environ.get("GPUCR_TEST_LONG") == "1"  # every case of the long tests, not a choice
 FAULTS = "run/lab/faults"
 # What gpucr and Slurm say in a job's output besides what the job itself writes.
@@ -320,6 +321,18 @@ def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
             path.write_text(before)
         lab.exec("ctl", ["scontrol", "reconfigure"])
         lab.wait_ready(lab.nodes()[1:])
+
+
+@contextmanager
+def under(at: Bench, way: str) -> Iterator[list[str]]:
+    """The ways in which jobs are run here: a site's TaskProlog, an element of an array, and those that need nothing of
+    Slurm; options of sbatch for it."""
+    if way == "prolog":
+        prolog = at.put("prolog.sh", "#!/bin/sh\n(true) | cat\necho 'export SITE=blue'\n")
+        with slurm_setting(at.lab, f"TaskProlog={prolog}"):
+            yield []
+    else:
+        yield ["--array=7"] if way == "array" else []
 
 
 def each(orders: Iterable[Callable[[], Any]]) -> list[Any]:

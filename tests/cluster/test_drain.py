@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from jobs import LONG, bench
+from jobs import LONG, WAYS, Bench, bench, each, kill_agent, under
 from programs import count
 
 from gpucr_hpc.lab.cluster import Lab
@@ -110,38 +110,46 @@ def test_batches(lab: Lab) -> None:
 
 
 @pytest.mark.skipif(not LONG, reason="a minute more: GPUCR_TEST_LONG=1; also in scripts/demo --drain")
-def test_a_node_with_six_protected_jobs_and_another(lab: Lab) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_node_with_six_protected_jobs_and_another(lab: Lab, way: str) -> None:
     """Two MPI jobs of two nodes among them: the node is empty before the deadline, and every result is right."""
-    at = bench(lab, "drain-seven")
+    at = bench(lab, f"drain-seven-{way}")
     at.put("ring.c", (CHECKOUT / "examples/ring.c").read_text())
     ring = (CHECKOUT / "examples/ring.sh").read_text().replace('"$@"', "400 50000").replace("cd ", "cd . #")
     lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=force:4"])
     try:
-        with only(lab, "n1", "n2"):
-            words = ("-N", "2", "-n", "2", "--ntasks-per-node=1")
-            rings = [at.submit(ring, *words, name=f"ring{n}").running() for n in range(2)]
-        with only(lab, "n1"):
-            singles = [at.submit(count(f"one{n}"), name=f"one{n}").says("line 1\n") for n in range(4)]
-            plain = at.submit(WAIT, name="plain", protected=False).says("begun\n")
-        for job in rings:
-            job.says("iteration 50 of", timeout_s=120)
-        for job in [*rings, *singles, plain]:
-            assert "n1" in lab.hostnames(job.info["nodes"])
-        options = ("--others", "requeue", "--deadline", "120s")
-        status, report = drain(lab, "n3", "n1", *options)
-        assert (status, report["empty"], report["took_s"] < 120) == (0, True, True)
-        assert states(report) == {str(job.id): "left" for job in [*rings, *singles, plain]}
-        for job in singles:
-            job.back(1, timeout_s=120).whole()
-        for job in rings:
-            job.back(1, timeout_s=120).end(timeout_s=200)
-            lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
-            assert lines == [f"iteration {n} of 400" for n in range(0, 400, 50)]
-        assert len({line for job in rings for line in job.out.splitlines() if line.startswith("RESULT")}) == 1
-        (at.directory / "go").touch()
-        plain.end()
+        with under(at, way) as words:
+            seven_jobs(lab, at, ring, words, kill=way == "agent")
     finally:
         lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=no"])
+
+
+def seven_jobs(lab: Lab, at: Bench, ring: str, words: list[str], *, kill: bool) -> None:
+    """words: options of sbatch for all. kill: the agent of the node, under the command."""
+    with only(lab, "n1", "n2"):
+        two = ("-N", "2", "-n", "2", "--ntasks-per-node=1")
+        rings = [at.submit(ring, *two, *words, name=f"ring{n}").running() for n in range(2)]
+    with only(lab, "n1"):
+        singles = [at.submit(count(f"one{n}"), *words, name=f"one{n}").says("line 1\n") for n in range(4)]
+        plain = at.submit(WAIT, *words, name="plain", protected=False).says("begun\n")
+    for job in rings:
+        job.says("iteration 50 of", timeout_s=120)
+    for job in [*rings, *singles, plain]:
+        assert "n1" in lab.hostnames(job.info["nodes"])
+    options = ("--others", "requeue", "--deadline", "120s")
+    orders = [lambda: drain(lab, "n3", "n1", *options), *([lambda: kill_agent(lab, "n1")] if kill else [])]
+    status, report = each(orders)[0]
+    assert (status, report["empty"], report["took_s"] < 120) == (0, True, True)
+    assert states(report) == {str(job.id): "left" for job in [*rings, *singles, plain]}
+    for job in singles:
+        job.back(1, timeout_s=120).whole()
+    for job in rings:
+        job.back(1, timeout_s=120).end(timeout_s=200)
+        lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
+        assert lines == [f"iteration {n} of 400" for n in range(0, 400, 50)]
+    assert len({line for job in rings for line in job.out.splitlines() if line.startswith("RESULT")}) == 1
+    (at.directory / "go").touch()
+    plain.end()
 
 
 # A child that its parent traces: a debugger.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import wheels
-from jobs import LONG, Bench, JobRun, bench
+from jobs import LONG, WAYS, Bench, JobRun, bench, under
 from test_node_failure import lose
 
 from gpucr_hpc.lab.cluster import Lab
@@ -71,19 +71,22 @@ def test_folding_moves(lab, openmm):
 
 
 @pytest.mark.skipif(not LONG, reason="a minute more: GPUCR_TEST_LONG=1")
-def test_folding_survives_its_node(lab, openmm):
+@pytest.mark.parametrize("way", WAYS)
+def test_folding_survives_its_node(lab, openmm, way):
     """From the last checkpoint on another node to the same protein, each line of the output once."""
-    at = bench(lab, "folding-lost")
+    at = bench(lab, f"folding-lost-{way}")
     for name in ("folding.sh", "folding.py"):
         at.put(name, (EXAMPLES / name).read_text())
     places = {"lost": ["-x", "n4"], "plain": ["-w", "n4"]}  # the undisturbed one is not to lose its node, too
-    lost, plain = (
-        submit(at, name, [*place, "folding.sh", "1200"], {"PYTHONPATH": openmm}) for name, place in places.items()
-    )
-    lost.running().says("step 200 of").checkpoint()
-    lost.says("step 300 of")
-    lose(lab, lost, lost.node)
-    for job in (lost, plain):
-        job.end(timeout_s=200)
+    with under(at, way) as words:
+        lost, plain = (
+            submit(at, name, [*place, *words, "folding.sh", "1200"], {"PYTHONPATH": openmm})
+            for name, place in places.items()
+        )
+        lost.running().says("step 200 of").checkpoint()
+        lost.says("step 300 of")
+        lose(lab, lost, lost.node, kill=way == "agent")
+        for job in (lost, plain):
+            job.end(timeout_s=200)
     assert result(plain) == result(lost)
     assert plain.out == lost.out

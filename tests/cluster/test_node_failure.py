@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs import LONG, JobRun, bench
+from jobs import LONG, WAYS, JobRun, bench, kill_agent, under
 from programs import count
 
 from gpucr_hpc.lab.cluster import Lab
@@ -11,10 +11,16 @@ from gpucr_hpc.lab.nodes import CHECKOUT
 from gpucr_hpc.lab.wait import wait_until
 
 
-def lose(lab: Lab, job: JobRun, node: str, restarts: int = 1) -> None:
-    """Switch a node of the job off; returns when the job is restored. Earlier words of gpucr are in the tail then."""
+def lose(lab: Lab, job: JobRun, node: str, restarts: int = 1, *, kill: bool = False) -> None:
+    """Switch a node of the job off; returns when the job is restored. Earlier words of gpucr are in the tail then.
+
+    kill: also the agent of its new first node, while it restores.
+    """
     lab.kill(node)
-    job.running(restarts, timeout_s=200).says("gpucr: restored on", timeout_s=90)
+    job.running(restarts, timeout_s=200)
+    if kill:
+        kill_agent(lab, job.node)
+    job.says("gpucr: restored on", timeout_s=90)
     assert node not in lab.hostnames(job.info["nodes"])
 
 
@@ -36,19 +42,24 @@ def test_job_of_one_node(lab: Lab) -> None:
     assert [2, f"line {at + 5}\n" in tails[0].read_text()] == [len(tails), True]
 
 
-@pytest.mark.parametrize("which", [0, 1] if LONG else [1], ids=lambda n: ("first node", "second node")[n])
-def test_mpi_job_loses_one_of_its_nodes(lab: Lab, which: int) -> None:
+FIRST, SECOND = 0, 1
+LOSSES = [(SECOND, "plain")] + ([(FIRST, "plain"), *((SECOND, way) for way in WAYS[1:])] if LONG else [])
+
+
+@pytest.mark.parametrize(("which", "way"), LOSSES, ids=lambda v: v if isinstance(v, str) else ("first", "second")[v])
+def test_mpi_job_loses_one_of_its_nodes(lab: Lab, which: int, way: str) -> None:
     """Ranks that exchange messages all the time come to the result of the undisturbed run."""
-    at = bench(lab, f"lost-ring{which}")
+    at = bench(lab, f"lost-ring{which}-{way}")
     at.put("ring.c", (CHECKOUT / "examples/ring.c").read_text())
     script = (CHECKOUT / "examples/ring.sh").read_text()
-    words = ("--nodes=2", "--ntasks-per-node=2")
-    job = at.submit(script.replace('"$@"', "700 20000").replace("cd ", "cd . #"), *words, name="job")
-    job.says("iteration 50 of", timeout_s=90)
-    job.checkpoint()
-    job.says("iteration 100 of")
-    lose(lab, job, lab.hostnames(job.info["nodes"])[which])
-    job.end(timeout_s=240)
+    with under(at, way) as words:
+        words += ["--nodes=2", "--ntasks-per-node=2"]
+        job = at.submit(script.replace('"$@"', "700 20000").replace("cd ", "cd . #"), *words, name="job")
+        job.says("iteration 50 of", timeout_s=90)
+        job.checkpoint()
+        job.says("iteration 100 of")
+        lose(lab, job, lab.hostnames(job.info["nodes"])[which], kill=way == "agent")
+        job.end(timeout_s=240)
     lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
     assert [f"iteration {n} of 700" for n in range(0, 700, 50)] == lines
     assert any(line.startswith("RESULT") for line in job.out.splitlines())

@@ -1,4 +1,5 @@
-"""Checkpoint on demand and by the clock, drain and node failure under a TaskProlog, in an array, and while agents die.
+"""Checkpoint on demand, by the clock and at the time limit, drain and node failure: under a TaskProlog, in an array,
+while agents die.
 
 A choice of the cases in every run, each with each by GPUCR_TEST_LONG=1. And what the commands that watch a job say.
 """
@@ -7,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
-from jobs import LONG, JobRun, bench, configured, each, kill_agent, slurm_setting
+from jobs import LONG, JobRun, bench, configured, each, kill_agent, under
 from programs import count
 
 from gpucr_hpc.lab.cluster import Lab
@@ -21,17 +22,12 @@ _CLOCK = re.compile(r"gpucr: checkpoint \S+ written in ")
 
 
 @contextmanager
-def job_of(lab: Lab, way: str, name: str) -> Iterator[JobRun]:
+def job_of(lab: Lab, way: str, name: str, options: Sequence[str] = ()) -> Iterator[JobRun]:
     """A job that counts, with a checkpoint every 4 s, under a TaskProlog or as an element of an array."""
     at = bench(lab, name)
     script = count("job").replace("#!/bin/bash\n", '#!/bin/bash\necho "site $SITE $SLURM_ARRAY_TASK_ID"\n')
-    if way == "prolog":
-        prolog = at.put("prolog.sh", "#!/bin/sh\n(true) | cat\necho 'export SITE=blue'\n")
-        with slurm_setting(lab, f"TaskProlog={prolog}"):
-            yield at.submit(script, "--checkpoint-interval=4s", name="job").says("line 2\n")
-        return
-    words = ["--array=7"] if way == "array" else []
-    yield at.submit(script, "--checkpoint-interval=4s", *words, name="job").says("line 2\n")
+    with under(at, way) as words:
+        yield at.submit(script, "--checkpoint-interval=4s", *options, *words, name="job").says("line 2\n")
 
 
 def order(job: JobRun, _kill: bool) -> None:
@@ -73,7 +69,20 @@ def failure(job: JobRun, kill: bool) -> None:
     job.lab.start(node)
 
 
-WORK = {"order": order, "clock": clock, "drain": drain, "failure": failure}
+def limit(job: JobRun, kill: bool) -> None:
+    """It goes on with a new time limit, also when agents are killed before and after it leaves."""
+    wait_until(lambda: job.out.count("\n") > 200, 40, "the time limit to come near")
+    if kill:
+        kill_agent(job.lab, job.node)
+    job.running(1, timeout_s=90)
+    if kill:
+        kill_agent(job.lab, job.node)
+    job.back(1)
+    seen = len(job.out)
+    wait_until(lambda: len(job.out) > seen, 60, "the job to go on")
+
+
+WORK = {"order": order, "clock": clock, "drain": drain, "failure": failure, "limit": limit}
 CASES = (
     [(way, [name]) for way in ("prolog", "array", "agent") for name in WORK]
     if LONG
@@ -84,7 +93,8 @@ CASES = (
 @pytest.mark.parametrize(("way", "work"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(value))
 def test_operation(lab: Lab, way: str, work: list[str]) -> None:
     """Every line of the output is there once and in order, and the environment is that of the start."""
-    with job_of(lab, way, f"ops-{way}-{'-'.join(work)}") as job:
+    options = ("--checkpoint-on-timeout", "--time=1") if "limit" in work else ()
+    with job_of(lab, way, f"ops-{way}-{'-'.join(work)}", options) as job:
         for name in work:
             if way == "agent":
                 kill_agent(lab, job.node)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jobs import LONG, JobRun, agent_pid, bench, kill_agent
+import pytest
+from jobs import LONG, WAYS, JobRun, agent_pid, bench, kill_agent, under
 from programs import count
 
 from gpucr_hpc.lab import host
@@ -55,10 +56,20 @@ def _entries(path: str) -> int:
         return 0
 
 
-def test_many_checkpoints_leave_nothing(lab: Lab) -> None:
+@pytest.mark.parametrize("way", WAYS if LONG else ["plain"])
+def test_many_checkpoints_leave_nothing(lab: Lab, way: str) -> None:
     """Neither agent nor capsule grows, the last two sets are kept, and the job loses no line."""
-    job = bench(lab, "clock-many").submit(count("job", pause=1), "--checkpoint-interval=1s", name="job")
-    job.says("line 1\n")
+    at = bench(lab, f"clock-many-{way}")
+    with under(at, way) as words:
+        job = at.submit(count("job", pause=1), "--checkpoint-interval=1s", *words, name="job").says("line 1\n")
+        many(lab, job, kill=way == "agent")
+
+
+def many(lab: Lab, job: JobRun, *, kill: bool) -> None:
+    """kill: the agent, so that a second one has been at work from before the first look on."""
+    wait_until(lambda: len(written(job)) >= 2, 60, "two checkpoints")
+    if kill:
+        kill_agent(lab, job.node)
     first = least(lab, job, 5)
     last = least(lab, job, ROUNDS)
     freezes = sorted(float(seconds) for _, seconds in written(job))
