@@ -70,6 +70,15 @@ class Events:
         raise LabError(reason=f"no agent wrote {text!r} about the job")
 
 
+def lost_work_s(committed: Event, stopped_at: float) -> float:
+    """Seconds of a job's work that are done again from a checkpoint. stopped_at: when its run ended, since 1970. A job
+    that left with the checkpoint did nothing after it."""
+    if "freeze_s" not in committed.fields:
+        return 0.0
+    frozen_at = float(committed.fields["began"]) + float(committed.fields["signal_to_frozen_s"])
+    return round(stopped_at - frozen_at, 3)
+
+
 def told(event: Event) -> list[str]:
     """Sentences for an agent's event."""
     fields = event.fields

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from gpucr_hpc.errors import LabError
 from gpucr_hpc.lab.conf import CONTROLLER
-from gpucr_hpc.lab.demo.events import Event, Events
+from gpucr_hpc.lab.demo.events import Event, Events, lost_work_s
 from gpucr_hpc.lab.demo.scenario import ITERATE, Program, Scenario, Show
 from gpucr_hpc.lab.wait import wait_until
 
@@ -32,12 +32,6 @@ class NodeFailure(Scenario):
 
     def left_at(self, _committed: Event) -> float:
         return self._lost_at
-
-    def record(self, events: Events, target: str) -> dict[str, Any]:
-        report = super().record(events, target)
-        left = events.last("checkpoint committed")
-        frozen_at = float(left.fields["began"]) + float(left.fields["signal_to_frozen_s"])
-        return report | {"lost_work_s": round(self._lost_at - frozen_at, 3)}
 
 
 class Walltime(Scenario):
@@ -97,6 +91,7 @@ class Drain(Show):
         for job in [*rings, *counters, *iterates]:
             sign = {"ring": "iteration 0 of", "counter": "step 5\n", "iterate": "step 5 of"}[self._kind(job)]
             self._says(job, sign, 90)
+        events = {job: Events(lab) for job in protected}
         argv = ["gpucr", "drain", node, "--reason", "demo", "--deadline", f"{self.deadline_s}s", "--json"]
         self.say(f"root on {nodes[1]}: {' '.join(argv)}")
         done = lab.exec(nodes[1], argv, check=False)
@@ -117,6 +112,7 @@ class Drain(Show):
             "jobs": {job["job"]: job["state"] for job in report["jobs"]},
             "empty": report["empty"] and empty_state == "drained",
             "drain_s": report["took_s"],
+            "lost_work_s": max(self._lost_work_s(job, events[job]) for job in protected),
             "deadline_s": self.deadline_s,
             "restarts": {str(job): lab.job(job)["restart_cnt"] for job in protected},
             "results_right": results,
@@ -132,10 +128,15 @@ class Drain(Show):
         return [
             f"{report['node']}: {'empty' if report['empty'] else 'NOT EMPTY'} in {report['drain_s']} s "
             f"(deadline {report['deadline_s']} s), {len(report['jobs'])} jobs",
-            f"results right: {right} of {len(report['results_right'])}",
+            f"results right: {right} of {len(report['results_right'])}, work lost: {report['lost_work_s']} s",
         ]
 
     # --- steps of it --------------------------------------------------------------------------------------
+
+    def _lost_work_s(self, job: int, events: Events) -> float:
+        events.poll(job)
+        left = events.last("checkpoint committed")
+        return lost_work_s(left, left.when)
 
     def _slurm_node(self, node: str) -> dict[str, Any]:
         shown = self.lab.exec(CONTROLLER, ["scontrol", "show", "node", node, "--json=v0.0.42"]).stdout

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from gpucr_hpc.errors import LabError
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.conf import CONTROLLER, HOMES
-from gpucr_hpc.lab.demo.events import Event, Events, told
+from gpucr_hpc.lab.demo.events import Event, Events, lost_work_s, told
 from gpucr_hpc.lab.nodes import CHECKOUT, USERS
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.units import format_bytes
@@ -229,6 +229,7 @@ class Scenario(Show):
         }
         return {
             "phases_s": phases,
+            "lost_work_s": lost_work_s(left, self.left_at(left)),
             "bytes_plain": sum(image["bytes_plain"] for image in images),
             "bytes_stored": sum(image["bytes_stored"] for image in images),
         }
@@ -292,6 +293,6 @@ def closing_lines(report: dict[str, Any]) -> list[str]:
         f"  restore             {phases['restore']:7.3f} s",
         f"  size                {format_bytes(report['bytes_plain'])} plain, {format_bytes(report['bytes_stored'])} "
         "compressed and encrypted",
-        *([f"  lost work           {report['lost_work_s']:7.3f} s"] if "lost_work_s" in report else []),
+        f"  lost work           {report['lost_work_s']:7.3f} s",
         f"result equal to the undisturbed run: {'yes' if report['result_equal'] else 'NO'}",
     ]

@@ -11,7 +11,7 @@ from gpucr_hpc.log import _Formatter
 REPORT = {
     "job_id": 7, "from_node": "n1", "to_node": "n2", "restarts": 1, "result_equal": True,
     "phases_s": {"signal_to_frozen": 0.2, "dump": 0.3, "commit": 0.01, "requeue_to_running": 2.0, "restore": 0.4},
-    "bytes_plain": 3 << 20, "bytes_stored": 1 << 20,
+    "bytes_plain": 3 << 20, "bytes_stored": 1 << 20, "lost_work_s": 1.5,
 }  # fmt: skip
 
 
@@ -35,6 +35,14 @@ def test_other_lines_are_passed_over():
         assert None is events.parse_event("n1", text)
 
 
+def test_lost_work():
+    """What was done after the freeze of a periodic checkpoint; nothing after one with which the job left."""
+    fields = {"job": "7", "began": 1000.0, "signal_to_frozen_s": 0.5}
+    left = events.parse_event("n1", line("checkpoint committed", **fields))
+    went_on = events.parse_event("n1", line("checkpoint committed", **fields, freeze_s=0.1))
+    assert (0.0, 9.5) == (events.lost_work_s(left, 1010.0), events.lost_work_s(went_on, 1010.0))
+
+
 def test_program_lines():
     """Slurm's and gpucr's own lines in the output are not the program's."""
     output = ["step 0", "[2026-11-27T23:52:38] error: *** JOB 7 ...", "gpucr: restored on n2", "RESULT 1"]
@@ -50,6 +58,7 @@ def test_closing_lines():
         "0.010 s",
         "2.000 s",
         "0.400 s",
+        "1.500 s",
         "3 MiB plain",
         "1 MiB",
         ": yes",
