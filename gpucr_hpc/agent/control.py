@@ -45,6 +45,8 @@ class Control:
             method = getattr(self, f"do_{verb}", None)
             if method is None:
                 raise UsageError(reason=f"the agent does not know {verb!r}")
+            if isinstance(request.get("job"), str):
+                request["job"] = await slurm.plain_id(request["job"])
             say({"type": "result", **await method(peer.uid, say, **request)})
         except GpucrError as error:
             say(error.as_dict())

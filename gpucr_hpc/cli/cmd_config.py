@@ -15,10 +15,16 @@ app = typer.Typer(help="Configuration of this node.", no_args_is_help=True)
 
 
 @app.command("check")
-def check(path: Annotated[Path | None, typer.Argument(help="File to check.")] = None) -> None:
+def check(
+    path: Annotated[Path | None, typer.Argument(help="File to check.")] = None,
+    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+) -> None:
     """Read the configuration and say whether it is valid."""
     load(path)
-    print("configuration: good")
+    if json:
+        output.as_json({"type": "config_check", "good": True})
+    else:
+        print("configuration: good")
 
 
 @app.command("show")

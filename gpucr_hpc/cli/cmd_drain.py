@@ -87,7 +87,7 @@ def drain(
         print(f"{','.join(report['nodes'])}: {'would be drained' if dry_run else 'empty'}")
 
 
-def undrain(nodes: Nodes) -> None:
+def undrain(nodes: Nodes, json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False) -> None:
     """Let jobs start on drained nodes again."""
 
     async def work() -> list[str]:
@@ -98,6 +98,9 @@ def undrain(nodes: Nodes) -> None:
         return drained
 
     changed = asyncio.run(work())
+    if json:
+        output.as_json({"type": "undrain", "nodes": changed})
+        return
     print(f"{','.join(changed)}: in service again" if changed else "none of them was drained")
 
 

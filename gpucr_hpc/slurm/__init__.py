@@ -11,6 +11,7 @@ from gpucr_hpc.slurm.query import (
     job,
     node_addresses,
     partitions,
+    plain_id,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "node_addresses",
     "node_states",
     "partitions",
+    "plain_id",
     "requeue",
     "requeue_hold",
     "running_jobs",

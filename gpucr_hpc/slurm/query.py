@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from gpucr_hpc.proc import Result, clean_env, run_async
 
 PARSER = "--json=v0.0.42"
 _TIMEOUT_S = 20.0
+_ELEMENT = re.compile(r"(\d+)_(\d+)", re.ASCII)
 _ENDED = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
 
 
@@ -70,6 +72,33 @@ async def job(job_id: str) -> JobInfo:
             raise JobUnknown(job=job_id) from None
         raise SlurmError(reason=f"cannot ask for job {job_id}: {error}") from None
     return parse_job(job_id, done.stdout)
+
+
+async def plain_id(text: str) -> str:
+    """The job id of an array's element as squeue shows it, such as 12_7; other text as it is.
+
+    Raises JobUnknown, also for an element that waits with others, SlurmError.
+    """
+    found = _ELEMENT.fullmatch(text)
+    if found is None:
+        return text
+    done = await _scontrol("show", "job", text, PARSER)
+    if done.status != 0 and "Invalid job id" not in done.stderr:
+        raise SlurmError(reason=f"cannot ask for job {text}: {done.stderr.strip()}")
+    return parse_element(int(found[1]), int(found[2]), done.stdout)
+
+
+def parse_element(array: int, task: int, text: str) -> str:
+    """Job id of an array's element from the JSON text of `scontrol show job`."""
+    try:
+        jobs = json.loads(text)["jobs"]
+    except (ValueError, KeyError, TypeError):
+        jobs = []
+    for record in jobs:
+        element = record.get("array_task_id") or {}
+        if _number(record.get("array_job_id")) == array and element.get("set") and _number(element) == task:
+            return str(record["job_id"])
+    raise JobUnknown(job=f"{array}_{task}")
 
 
 def parse_job(job_id: str, text: str) -> JobInfo:

@@ -106,6 +106,24 @@ def test_operation(lab: Lab, way: str, work: list[str]) -> None:
     assert lines == [*(f"line {n}" for n in range(1, len(lines))), f"the last of {len(lines) - 1} lines"]
 
 
+def test_element_of_an_array_by_its_name(lab: Lab) -> None:
+    """As squeue shows it, at any node; one that there is not is named as it was asked for."""
+    job = bench(lab, "ops-element").submit(count("job"), "--array=3,5", name="job").says("line 1\n")
+    shown = lab.exec("ctl", ["squeue", "--noheader", "-j", f"{job.id}_3,{job.id}_5", "-o", "%A %K"]).stdout
+    for line in shown.splitlines():
+        number, task = line.split()
+        name = f"{job.id}_{task}"
+        (table,) = json.loads(job.gpucr("status", name, "--json", node="n1").stdout)["jobs"]
+        assert table["job"] == number
+        wait_until(lambda name=name: job.gpucr("checkpoint", name, check=False).status == 0, 30, "a checkpoint")
+        listed = job.gpucr("list", name, "--no-header").stdout.splitlines()
+        assert {number} == {row.split()[0] for row in listed}
+    assert len(shown.splitlines()) == 2
+    missing = job.gpucr("checkpoint", f"{job.id}_9", check=False)
+    assert (missing.status, f"job {job.id}_9: Slurm does not know" in missing.stderr) == (21, True)
+    job.cancel()
+
+
 def test_what_is_said_of_a_job(lab: Lab) -> None:
     """`gpucr top`, `gpucr advise` and the agent's figures name the job and its last checkpoint."""
     with configured(lab, "metrics_port = 9469", ["n1"]):

@@ -132,3 +132,26 @@ def test_enough_free_elsewhere(scontrol):
         assert asyncio.run(query.enough_free_elsewhere(info, [two])), "the first one is still idle"
     scontrol(status=1)
     assert not asyncio.run(query.enough_free_elsewhere(info, [one]))
+
+
+def element(job: int, array: int, task: int | None) -> dict[str, object]:
+    """As Slurm writes an element; task None: several that wait together."""
+    number = {"set": task is not None, "infinite": False, "number": task or 0}
+    return {"job_id": job, "array_job_id": {"set": True, "infinite": False, "number": array}, "array_task_id": number}
+
+
+def test_element_of_an_array():
+    """By the name that squeue shows; what is not there, or waits with others, has no job id."""
+    text = json.dumps({"jobs": [element(15, 12, 0), element(16, 12, 7), element(12, 12, None)]})
+    assert ["15", "16"] == [query.parse_element(12, task, text) for task in (0, 7)]
+    for missing in (text, "", "{}", json.dumps({"jobs": [element(12, 12, None)]})):
+        with pytest.raises(JobUnknown, match="job 12_8"):
+            query.parse_element(12, 8, missing)
+    with pytest.raises(JobUnknown):
+        query.parse_element(12, 0, json.dumps({"jobs": [element(12, 12, None)]}))
+
+
+@pytest.mark.parametrize("text", ["12", "", "12_", "12_x", "12_7_1", "٤_١", "12_7.batch"])
+def test_other_names_are_left_as_they_are(text):
+    """Whoever takes a job id refuses what is none."""
+    assert text == asyncio.run(query.plain_id(text))
