@@ -34,6 +34,7 @@ from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest, rfc3339
+from gpucr_hpc.store.retention import time_of
 from gpucr_hpc.units import format_duration
 
 if TYPE_CHECKING:
@@ -221,6 +222,9 @@ async def _restore(
             "restored": manifest.checkpoint,
             "restore_s": round(took_s, 4),
             "dump_s": manifest.meta["dump_s"],
+            "began": manifest.meta.get("began", time_of(manifest.checkpoint)),
+            "bytes_plain": manifest.bytes_plain,
+            "bytes_stored": manifest.bytes_stored,
             "from_node": manifest.meta["ranks"][0]["node"],
             "from_nodes": [rank["node"] for rank in manifest.meta["ranks"]],
         }

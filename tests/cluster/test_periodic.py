@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def test_interval_outlives_the_agent_and_a_move(lab: Lab) -> None:
     wait_until(lambda: len(written(job)) >= 2, 15, "the second checkpoint")
     job.move()
     at = job.raw.rindex("gpucr: restored on")
+    (table,) = json.loads(job.gpucr("status", str(job.id), "--json").stdout)["jobs"]
+    assert {"began", "bytes_stored"} <= table["last"].keys(), "also before the first checkpoint after a move"
     wait_until(lambda: _WRITTEN.search(job.raw, at), 15, "a checkpoint after the move")
     listed = job.gpucr("list", str(job.id)).stdout
     assert "interval" in listed
