@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import pwd
+import stat
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +19,7 @@ from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.agent.pruning import Pruning
-from gpucr_hpc.errors import CheckpointMissing, GpucrError, PermissionRefused, SlurmError, UsageError
+from gpucr_hpc.errors import CheckpointMissing, GpucrError, PermissionRefused, SlurmError, StoreError, UsageError
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest, check_job_id
 
@@ -87,6 +89,8 @@ class Control:
         """Store root and the identity with which it is read for a caller."""
         if directory:
             root = self._context.store_root(directory)
+            if uid == 0:
+                return root, *_owner_of(root)
             owner = pwd.getpwuid(uid)
             return root, owner.pw_uid, owner.pw_gid
         live = self._jobs.get(job or "")
@@ -220,6 +224,17 @@ class Control:
         async with self._context.worker(root, 0, 0) as worker:
             probe = await worker.call("probe")
             return {"root": root, "free_bytes": await worker.call("space"), **probe}
+
+
+def _owner_of(directory: str) -> tuple[int, int]:
+    """As whom root looks into a user's store: a user who puts a link there meanwhile leads nobody but himself."""
+    try:
+        status = os.stat(directory, follow_symlinks=False)
+    except OSError as error:
+        raise StoreError(path=directory, reason=error.strerror) from None
+    if not stat.S_ISDIR(status.st_mode):
+        raise StoreError(path=directory, reason="not a directory")
+    return status.st_uid, status.st_gid
 
 
 def summary(entry: Entry, root: str) -> dict[str, Any]:

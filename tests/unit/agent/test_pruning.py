@@ -17,7 +17,7 @@ from gpucr_hpc import slurm
 from gpucr_hpc.agent.control import Control
 from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.config import load
-from gpucr_hpc.errors import CheckpointMissing, JobUnknown, SlurmError, UsageError
+from gpucr_hpc.errors import CheckpointMissing, JobUnknown, SlurmError, StoreError, UsageError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys
 
 OWNER, STRANGER = 2001, 2002
@@ -163,6 +163,29 @@ def test_remains_of_dead_writers(site, control, cluster):
     ask(control, "prune", 0, orphans_s=86400)
     assert [f"{IDS[2]}.partial"] == [o.name for o in site.store.orphans(0)]
     assert [IDS[0]] == left(site)
+
+
+def test_root_looks_into_a_users_store_as_its_owner(site, control, cluster, tmp_path):
+    """What a user puts in its place can lead root nowhere; nothing is made where there is none."""
+    asked: list[tuple[str, int, int]] = []
+
+    def worker(root: str, uid: int, gid: int) -> InProcess:
+        asked.append((root, uid, gid))
+        return InProcess(root)
+
+    control._context.worker, control._context.store_root = worker, str
+    own = tmp_path / "own"
+    own.mkdir()
+    if os.geteuid() == 0:
+        os.chown(own, OWNER, 100)
+    status = own.stat()
+    ask(control, "list", uid=0, directory=str(own))
+    assert [(str(own), status.st_uid, status.st_gid)] == asked
+    (tmp_path / "link").symlink_to(own)
+    for place in ("link", "missing"):
+        with pytest.raises(StoreError, match=place):
+            ask(control, "list", uid=0, directory=str(tmp_path / place))
+    assert not (tmp_path / "missing").exists()
 
 
 @pytest.mark.parametrize("limits", [{"keep_last": -1}, {"keep_within_s": -1.0}])
