@@ -28,8 +28,12 @@ _TRIAL_LIMIT_S = 20.0
 # What a capsule's network is made of; it goes with the namespace.
 _TRIAL = "ip link add gpucrx type vxlan id 1 dstport {port} && ip link add gpucrv type veth && exec nft -f -"
 _RULES = """
-table inet gpucr_lock { chain output { type filter hook output priority -400; policy drop; } }
-table ip gpucr_nat { chain post { type nat hook postrouting priority srcnat; oifname "node" masquerade; } }
+table inet gpucr_lock {
+  chain output { type filter hook output priority -400; policy drop; }
+}
+table ip gpucr_nat {
+  chain post { type nat hook postrouting priority srcnat; oifname "node" masquerade; }
+}
 """
 
 
@@ -134,7 +138,7 @@ async def network(vxlan_port: int) -> Line:
     argv = ["unshare", "--net", "sh", "-c", _TRIAL.format(port=vxlan_port)]
     try:
         done = await run_async(argv, stdin=_RULES, timeout_s=_TRIAL_LIMIT_S, env=clean_env())
-        said = (done.stderr.strip() or f"status {done.status}").splitlines()[-1] if done.status else ""
+        said = (done.stderr.strip() or f"status {done.status}").splitlines()[0] if done.status else ""
     except ToolMissing as error:
         said = str(error)
     detail = f"a namespace with VXLAN, veth and nftables cannot be made: {said}" if said else "VXLAN, veth, nftables"
