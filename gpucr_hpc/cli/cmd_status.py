@@ -39,6 +39,8 @@ def status(
     rows = [_row(j) for node in nodes for j in node["jobs"] if j["node_rank"] == 0 or not everywhere]
     if rows:
         output.table(_HEAD, rows, header=not no_header)
+    elif everywhere:
+        print("no protected job runs")
 
 
 def top(
