@@ -334,6 +334,7 @@ class Busy(CoordinationError):
     """job {job}: {operation} is under way"""
 
     exit_code = 72
+    hint = "give the command again when it is over"
 
 
 class CheckpointGivenUp(Busy):

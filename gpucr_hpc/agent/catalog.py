@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -187,8 +188,13 @@ class Catalog:
         needed = await claims.needed(self, [entry for entry in entries if entry.checkpoint in gone])
         gone = [checkpoint for checkpoint in gone if checkpoint not in needed]
         for checkpoint in gone:
-            await self._worker.call("delete", job=job, checkpoint=checkpoint)
+            await self.remove(job, checkpoint)
         return gone
+
+    async def remove(self, job: str, checkpoint: str) -> None:
+        """Remove a checkpoint; one that somebody else has removed meanwhile is fine."""
+        with contextlib.suppress(CheckpointMissing):
+            await self._worker.call("delete", job=job, checkpoint=checkpoint)
 
     async def judged(self, entries: list[Entry], wanted: int, fresh: str = "") -> list[Candidate]:
         """Entries of one job with a word on each: good when manifest, sizes, index and digests are. Of the newest it is
@@ -245,6 +251,6 @@ class Catalog:
             await self.note(job, claims.RETIRED, {})
         for entry in entries:
             if entry.checkpoint not in needed:
-                await self._worker.call("delete", job=job, checkpoint=entry.checkpoint)
+                await self.remove(job, entry.checkpoint)
         for name in (_LATEST, *(() if needed else (claims.RETIRED,))):
             await self._worker.call("record", job=job, name=name, delete=True)

@@ -16,10 +16,11 @@ from gpucr_hpc.agent import lead, report
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.member import MemberSession
+from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.errors import Busy, GpucrError, JobNotProtected, PermissionRefused, UsageError
 from gpucr_hpc.model import check_job_id
 
-_PROGRESS_INTERVAL_S = 0.5
+_LOOK_INTERVAL_S, _PROGRESS_INTERVAL_S = 0.1, 0.5
 _REASONS = ("demand", "drain")
 
 Say = Callable[[dict[str, Any]], None]
@@ -64,12 +65,15 @@ class Orders:
         reason: str = "demand",
     ) -> dict[str, Any]:
         """Checkpoint a job now; with requeue it leaves its nodes, with stop it is held as well; full: no references
-        to earlier ones. Its report."""
+        to earlier ones. Its report. One that is under way, and after which the job goes on, is waited for, or, with
+        requeue or stop, given up."""
         found = self._own(uid, job)
         if found.capsule is None:
             raise Busy(job=job, operation="its start or its end")
         if reason not in _REASONS:
             raise UsageError(reason=f"{reason!r} is not a reason")
+        while not (requeue or stop) and found.phase in (Phase.CHECKPOINTING, Phase.SEALING):
+            await asyncio.sleep(_LOOK_INTERVAL_S)
         return await lead.checkpoint(found, reason, leave=requeue or stop, hold=stop, full=full)
 
     # --- anywhere ---------------------------------------------------------------------------------------

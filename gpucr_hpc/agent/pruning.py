@@ -52,18 +52,18 @@ class Pruning:
             gone = removable(judged, live=live, now=time.time(), **self._limits)
             kept_for_others = await claims.needed(catalog, [entry for entry in own if entry.checkpoint in gone])
             gone = [checkpoint for checkpoint in gone if checkpoint not in kept_for_others]
-            removed += [await self._remove(worker, job, checkpoint, own) for checkpoint in gone]
+            removed += [await self._remove(catalog, job, checkpoint, own) for checkpoint in gone]
             kept += len(own) - len(gone)
         return {"dry_run": self._dry_run, "removed": removed, "kept": kept}
 
-    async def _remove(self, worker: WorkerClient, job: str, checkpoint: str, entries: list[Entry]) -> dict[str, Any]:
+    async def _remove(self, catalog: Catalog, job: str, checkpoint: str, entries: list[Entry]) -> dict[str, Any]:
         manifest = next(e.manifest for e in entries if e.checkpoint == checkpoint)
         record: dict[str, Any] = {"job": job, "checkpoint": checkpoint}
         if manifest is not None:
             record["bytes_stored"] = manifest.bytes_stored
         if not self._dry_run:
             try:
-                await worker.call("delete", job=job, checkpoint=checkpoint)
+                await catalog.remove(job, checkpoint)
                 log.info("checkpoint removed", job=job, checkpoint=checkpoint)
             except GpucrError as error:
                 record["problem"] = str(error)

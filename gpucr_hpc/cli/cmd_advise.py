@@ -59,14 +59,14 @@ def advise(
     if json:
         output.as_json(record)
         return
-    output.fields(
-        [
-            ("a checkpoint costs the job", format_duration(cost_s)),
-            ("a node of it fails every", f"{format_duration(mtbf_s)} ({nodes} nodes, --node-mtbf {node_mtbf})"),
-            ("best interval", f"--checkpoint-interval={round(interval_s)}s ({format_duration(interval_s)})"),
-            ("lost with it", f"{100 * lost:.3g} % of the job's time"),
-        ]
-    )
+    many = "1 node" if nodes == 1 else f"{nodes} nodes"
+    rows = [
+        ("a checkpoint costs the job", format_duration(cost_s)),
+        ("a node of it fails every", f"{format_duration(mtbf_s)} ({many}, --node-mtbf {node_mtbf})"),
+        ("best interval", f"--checkpoint-interval={round(interval_s)}s ({format_duration(interval_s)})"),
+        ("lost with it", f"{100 * lost:.3g} % of the job's time"),
+    ]
     if table["interval_s"]:
         now = loss(table["interval_s"], cost_s, mtbf_s, restart_s)
-        output.fields([("lost with its own", f"{100 * now:.3g} % ({format_duration(table['interval_s'])})")])
+        rows.append(("lost with its own", f"{100 * now:.3g} % (every {format_duration(table['interval_s'])})"))
+    output.fields(rows)

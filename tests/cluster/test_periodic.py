@@ -92,6 +92,16 @@ def least(lab: Lab, job: JobRun, rounds: int) -> dict[str, int]:
     return {key: min(look[key] for look in looks) for key in looks[0]}
 
 
+def test_order_between_those_of_the_clock(lab: Lab) -> None:
+    """`gpucr checkpoint` waits for one that is under way and is then taken, or moves the job at once."""
+    job = bench(lab, "clock-order").submit(count("job"), "--checkpoint-interval=1s", name="job").says("line 1\n")
+    wait_until(lambda: len(written(job)) >= 1, 30, "the first checkpoint")
+    for _ in range(8):
+        assert job.checkpoint()["reason"] == "demand"
+    job.move()
+    job.whole()
+
+
 def test_interval_outlives_the_agent_and_a_move(lab: Lab) -> None:
     """The next checkpoint comes when it would have come: the agent keeps no time of its own."""
     job = bench(lab, "clock-agent").submit(count("job"), "--checkpoint-interval=3s", name="job").says("line 1\n")

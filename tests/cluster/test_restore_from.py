@@ -127,3 +127,46 @@ def test_what_is_refused(lab: Lab) -> None:
     (at.directory / "job.stop").touch()
     open_file.end()
     first.end(3)
+
+
+def signal(job: JobRun) -> None:
+    """Only this job's batch script gets it, whatever it shares with others."""
+    job.lab.exec("ctl", ["scancel", "--batch", "--signal=USR1", str(job.id)], user=job.user)
+
+
+def test_what_it_began_with_stays_until_it_has_its_own(lab: Lab) -> None:
+    """The first job ends well, which removes its sets, but for this one; nor does `gpucr prune` reach it."""
+    at = bench(lab, "clone-kept")
+    script = "trap 'exit 0' USR1; for ((i = 1; ; i++)); do echo line $i; sleep 0.1 & wait $!; done"
+    first = at.submit(script, name="first").says("line 3\n")
+    checkpoint = first.checkpoint()["checkpoint"]
+    second = clone(at, checkpoint, name="second").back(1)
+    first.checkpoint()
+    signal(first)
+    first.end(0)
+    assert [checkpoint] == first.sets()
+    pruned = first.gpucr("prune", str(first.id), "--keep-last", "0").stdout
+    assert (pruned, [checkpoint]) == ("0 removed, 1 kept, 0 B\n", first.sets())
+    own = second.checkpoint()["checkpoint"]
+    assert ([], [own]) == (first.sets(), second.sets())
+    second.move()
+    signal(second)
+    second.end(0)
+    assert [] == second.sets()
+
+
+def test_two_at_once(lab: Lab) -> None:
+    """Both find the same files open for writing in the set: one goes on, the other is told of it."""
+    at = bench(lab, "clone-twice")
+    first = at.submit("exec 3>>own.txt; until [ -e stop ]; do echo x >&3; sleep 0.1; done", name="first")
+    wait_until(lambda: "x" in first.file("own.txt"), 30, "the file")
+    checkpoint = first.checkpoint("--stop")["checkpoint"]
+    first.cancel()
+    wait_until(lambda: first.over, 60, "the end of the first")
+    both = [clone(at, checkpoint, name=name) for name in ("one", "two")]
+    wait_until(lambda: any(job.over for job in both), 60, "the end of one")
+    (lost,), (won,) = ([job for job in both if job.over is over] for over in (True, False))
+    refused(lost, f"job {won.id} is not over and writes to {at.inside}/own.txt, too", 45)
+    won.back(1)
+    (at.directory / "stop").touch()
+    won.end()

@@ -19,6 +19,7 @@ from gpucr_hpc.agent.orders import Orders
 from gpucr_hpc.config import load
 from gpucr_hpc.errors import CheckpointMissing, JobUnknown, SlurmError, StoreError, UsageError
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys
+from gpucr_hpc.store.posix import PosixStore
 
 OWNER, STRANGER = 2001, 2002
 
@@ -103,6 +104,23 @@ def test_all_of_a_job_that_is_over_may_go(site, control, cluster, states):
     assert [IDS[2]] == left(site)
     ask(control, "prune", uid=0, keep_last=0)
     assert [] == left(site)
+
+
+def test_removed_by_somebody_else_meanwhile(site, control, cluster, monkeypatch):
+    """A periodic checkpoint of the job has just removed the same one: that is what was wanted."""
+    for checkpoint in IDS[:2]:
+        site.add(checkpoint)
+    delete = PosixStore.delete
+
+    def twice(store: PosixStore, job: str, checkpoint: str) -> None:
+        delete(store, job, checkpoint)
+        delete(store, job, checkpoint)
+
+    monkeypatch.setattr(PosixStore, "delete", twice)
+    report = ask(control, "prune", keep_last=1)
+    assert [{"job": JOB, "checkpoint": IDS[0]}] == [{k: r[k] for k in ("job", "checkpoint")} for r in report["removed"]]
+    assert "problem" not in report["removed"][0]
+    assert [IDS[1]] == left(site)
 
 
 def test_what_another_job_began_with_stays(site, control, cluster):
