@@ -15,8 +15,11 @@ from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CheckpointMissing, GpucrError
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey, PublicKey, SiteKey
+from gpucr_hpc.log import Log
 from gpucr_hpc.model import Manifest
 from gpucr_hpc.store.retention import Candidate, removable
+
+log = Log(__name__)
 
 _LATEST, _ORIGIN, _ENDED = "latest", "origin", "ended"
 _UNKNOWN_DENSITY = 0.25  # what compression is hoped to leave
@@ -180,7 +183,10 @@ class Catalog:
         entries = await self.entries(job)
         own = next((entry.manifest for entry in entries if entry.manifest is not None), None)
         if own is not None and claims.began_as(own) != job:
-            await claims.release(self, claims.began_as(own), job)
+            try:
+                await claims.release(self, claims.began_as(own), job)
+            except GpucrError as error:  # another job's; this one needs its room
+                log.warning("another job's checkpoints not removed", job=job, error=str(error))
         if len(entries) <= max(1, keep_last):
             return []
         candidates = await self.judged(entries, max(1, keep_last), fresh)
