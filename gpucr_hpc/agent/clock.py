@@ -36,7 +36,7 @@ class Times:
 
     run: Slurm's restart count for which these hold. began: when that run was first seen. mark: last checkpoint by the
     clock. end: of the time limit, as slurmctld said at `asked`. retry: not before this the job tries to leave (again).
-    last_word: nothing more is to be done before the limit.
+    told: the user knows that it will not. last_word: nothing more is to be done before the limit.
     """
 
     run: int = -1
@@ -45,6 +45,7 @@ class Times:
     retry: float = 0.0
     end: float = 0.0
     asked: float = 0.0
+    told: bool = False
     last_word: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,7 +139,7 @@ class Clock:
             log.warning("time limit not known", job=job.job, error=str(error))
             return
         if info.running and float(info.end_time) != times.end:
-            times.end, times.last_word = float(info.end_time), False
+            times.end, times.told, times.last_word = float(info.end_time), False, False
             job.save()
 
     async def _leave(self, job: ProtectedJob) -> None:
@@ -152,12 +153,13 @@ class Clock:
                 times.end = float(info.end_time)  # it was given more time meanwhile
                 return
             leave = job.timeouts < policy.rounds
-            if not leave:
-                times.last_word = True
+            if not leave and not times.told:
+                times.told = True
                 await job.tell(
                     f"the time limit comes near, and the job has gone on {job.timeouts} times: it ends at the limit"
                 )
             await lead.checkpoint(job, "timeout", leave=leave, info=info)
+            times.last_word = not leave
         except Busy:
             return
         except GpucrError as error:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from gpucr_hpc import wire
+from gpucr_hpc.agent import clock
 from gpucr_hpc.agent.clock import Times, margin_s
 from gpucr_hpc.agent.policy import Policy, cut_short, policy_of
 from gpucr_hpc.agent.report import parse_progress, read_line
 from gpucr_hpc.config import AgentConfig
 from gpucr_hpc.engine.openfiles import FilesPolicy
-from gpucr_hpc.errors import UsageError
+from gpucr_hpc.errors import Busy, DumpFailed, UsageError
 
 SITE = AgentConfig(checkpoint_interval="1h", checkpoint_interval_min="5m", timeout_rounds=10)
 
@@ -105,3 +109,40 @@ def test_only_a_regular_file_is_read(tmp_path):
     assert read_line(str(tmp_path / "link")) is None
     assert read_line(str(tmp_path / "fifo")) is None
     assert read_line(str(tmp_path / "none")) is None
+
+
+class Checkpoints:
+    """lead.checkpoint, which fails in turn as it is told, and the one job of a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failures: Exception | None) -> None:
+        self.failures, self.taken, self.said = list(failures), [], []  # type: list[Exception | None], list[bool], list[str]
+        info = SimpleNamespace(running=True, being_preempted=False, end_time=1000)
+        monkeypatch.setattr(clock, "lead", SimpleNamespace(checkpoint=self.checkpoint))
+        monkeypatch.setattr(clock, "slurm", SimpleNamespace(job=lambda _job: asyncio.sleep(0, info)))
+        self.job: Any = SimpleNamespace(
+            job="7", times=Times(end=1000), policy=Policy(on_timeout=True, rounds=1), timeouts=1, tell=self.tell,
+            save=lambda: None, context=SimpleNamespace(config=SimpleNamespace(agent=SITE)),
+        )  # fmt: skip
+
+    async def tell(self, message: str) -> None:
+        self.said.append(message)
+
+    async def checkpoint(self, _job: Any, _reason: str, *, leave: bool, **_more: Any) -> None:
+        failure = self.failures.pop(0)
+        if failure is not None:
+            raise failure
+        self.taken.append(leave)
+
+    def limit_comes(self) -> None:
+        asyncio.run(clock.Clock({})._leave(self.job))
+
+
+def test_last_checkpoint_before_the_end_is_tried_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by the clock is under way, then one fails: the job shall not end without it; its user is told once."""
+    busy, failed = Busy(job="7", operation="checkpointing"), DumpFailed(reason="x", log="x")
+    seen = Checkpoints(monkeypatch, busy, failed, None)
+    for _ in range(3):
+        assert not seen.job.times.last_word
+        seen.limit_comes()
+    assert (seen.taken, len(seen.said), seen.job.times.last_word) == ([False], 1, True)
+    assert not seen.job.times.limit_due(60, 999)
