@@ -188,7 +188,7 @@ async def serve(config: Config) -> None:
     run_dir.chmod(0o755)
     (run_dir / "jobs").chmod(0o711)
     context = await make_context(config)
-    await network.prepare_host(config.network)
+    await network.settle_host()
     agent = Agent(context)
     await agent.adopt()
     orders = Orders(context, agent.jobs, operators(config))

@@ -95,10 +95,9 @@ async def _nft(rules: str, job: str) -> None:
     (await run_async(argv, stdin=rules, timeout_s=20, env=clean_env())).check()
 
 
-async def prepare_host(config: NetworkConfig) -> None:
-    """Once per start of the agent: address translation for capsules on the node's side."""
-    if config.nat:
-        await wayout.prepare_node()
+async def settle_host() -> None:
+    """Once per start of the agent: the node's side is as the capsules that exist need it, and not as others left it."""
+    await wayout.settle_node()
 
 
 async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, *, locked: bool) -> None:
@@ -200,17 +199,19 @@ async def unlock(job: str) -> None:
 
 async def remove(job: str) -> None:
     """Remove the namespaces with their devices; one that is gone is no error."""
-    await asyncio.to_thread(_remove, job)
+    if await asyncio.to_thread(_remove, job):
+        await wayout.settle_node()
 
 
-def _remove(job: str) -> None:
+def _remove(job: str) -> bool:
+    """False for a job that had no way out."""
     if namespace_path(job).exists():
         with contextlib.suppress(NetlinkError, OSError), NetNS(namespace_name(job)) as inside:
             # The namespace is taken apart some time after its end; the tunnel's number must be free at once.
             for index in inside.link_lookup(ifname=INTERFACE):
                 inside.link("del", index=index)
         remove_namespace(namespace_name(job))
-    wayout.remove(job)
+    return wayout.remove(job)
 
 
 def existing() -> set[str]:

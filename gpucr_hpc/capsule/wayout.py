@@ -11,6 +11,7 @@ job, or over loopback, would pay for it (scripts/measure_network).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import ipaddress
@@ -36,19 +37,29 @@ table ip gpucr_nat {{
   chain post {{ type nat hook postrouting priority srcnat; oifname "node" snat to {address}; }}
 }}
 """
-_TRANSLATE_ON_NODE = f"""
-table ip gpucr_host
+_NODE_TRANSLATES = f"""
+add table ip gpucr_host
+add chain ip gpucr_host post {{ type nat hook postrouting priority srcnat; }}
+flush chain ip gpucr_host post
+add rule ip gpucr_host post ip saddr {_ADDRESSES} masquerade
+"""
+_NODE_DOES_NOT = """
+add table ip gpucr_host
 delete table ip gpucr_host
-table ip gpucr_host {{
-  chain post {{ type nat hook postrouting priority srcnat; ip saddr {_ADDRESSES} masquerade; }}
-}}
 """
 
+_settling = asyncio.Lock()
 
-async def prepare_node() -> None:
-    """Once per start of the agent: the node's part of the translation."""
-    (await run_async(["nft", "-f", "-"], stdin=_TRANSLATE_ON_NODE, timeout_s=20, env=clean_env())).check()
-    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+
+async def settle_node() -> None:
+    """The node translates while a job has a way out, and no longer: meanwhile the kernel tracks every connection of the
+    node, other jobs' too, which costs each of their packets. Raises ToolFailed."""
+    async with _settling:
+        wanted = any(NAMESPACES.glob(PREFIX + "*"))
+        rules = _NODE_TRANSLATES if wanted else _NODE_DOES_NOT
+        (await run_async(["nft", "-f", "-"], stdin=rules, timeout_s=20, env=clean_env())).check()
+        if wanted:
+            Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
 
 
 def configure(job: str, capsule: str, own: str, node: Any, inside: Any) -> str:
@@ -81,6 +92,7 @@ def configure(job: str, capsule: str, own: str, node: Any, inside: Any) -> str:
 
 async def translate(job: str, seen_as: str) -> None:
     """Open the way out: packets are let through and get the address that `configure` gave. Raises ToolFailed."""
+    await settle_node()
     # /proc/sys/net shows the namespace of who opens it.
     script = "echo 1 > /proc/sys/net/ipv4/ip_forward && exec nft -f -"
     argv = ["nsenter", f"--net={NAMESPACES / (PREFIX + job)}", "sh", "-c", script]
@@ -124,13 +136,15 @@ def _link(job: str) -> str:
     return f"gpucr{job}"[:15]
 
 
-def remove(job: str) -> None:
-    """Remove the way out with its links; one that is gone is no error."""
+def remove(job: str) -> bool:
+    """Remove the way out with its links; False for one that is gone. `settle_node` comes next."""
+    there = (NAMESPACES / (PREFIX + job)).exists()
     with IPRoute() as node:  # the pair goes with the namespace, but not at once
         for index in node.link_lookup(ifname=_link(job)):
             with contextlib.suppress(NetlinkError):
                 node.link("del", index=index)
     remove_namespace(PREFIX + job)
+    return there
 
 
 def remove_namespace(name: str) -> None:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from gpucr_hpc.lab.cluster import Lab
 
 _LINKS = {"lo", "eth0"}
-_STANDING_TABLE = "table ip gpucr_host"  # the agent's own, there whether jobs run or not
 _SLURMCTLD_CHILD = "slurmscriptd"
 
 
@@ -98,7 +97,7 @@ def _files(lab: Lab, node: str) -> Iterator[str]:
 def _network(lab: Lab, node: str) -> Iterator[str]:
     script = "nft list tables; ls /sys/class/net | sed 's/^/link /'"
     for line in lab.exec(node, ["sh", "-c", script], check=False).stdout.splitlines():
-        if line.startswith("table") and line != _STANDING_TABLE:
+        if line.startswith("table"):
             yield f"nft {line}"
         elif line.startswith("link ") and line[5:] not in _LINKS:
             yield line

@@ -27,7 +27,9 @@ with IPRoute() as host:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)")
 def test_only_what_leaves_a_job_is_tracked() -> None:
-    """Jobs with one address reach the node as two; no connection inside a job is tracked; nothing is left."""
+    """Jobs with one address reach the node as two; no connection inside a job is tracked; nothing is left.
+
+    The node translates while there is a job, no longer: then it tracks no connection either."""
     program = Path(__file__).with_name("two_jobs.py")
     mount = "mount -t tmpfs tmpfs /run && mkdir /run/netns && exec \"$@\""
     own_namespaces = ["unshare", "--net", "--mount", "sh", "-c", mount, "sh"]
@@ -40,6 +42,7 @@ def test_only_what_leaves_a_job_is_tracked() -> None:
         assert found[job]["seen_in_job"] == "10.200.0.1"
         assert found[job]["tracked_in_job"] == 0
         assert found[job]["tracked_on_the_way"] > 0
+    assert found["translating"] == [False, True, True, False]
     assert found["existing"] == ["5", "6"]
     assert found["half_gone"] == ["6"]
     assert (found["links"], found["namespaces"]) == (["lo"], [])

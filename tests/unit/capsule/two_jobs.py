@@ -43,6 +43,10 @@ def seen_source(server_in: str | None, client_in: str, server: str, source: str)
     return serving.communicate()[0].strip()
 
 
+def translating() -> bool:
+    return "gpucr_host" in subprocess.run(["nft", "list", "tables"], text=True, capture_output=True, check=True).stdout
+
+
 def tracked(namespace: str) -> int:
     """Connections that a namespace tracks."""
     read = "print(open('/proc/sys/net/netfilter/nf_conntrack_count').read())"
@@ -57,7 +61,8 @@ def main() -> None:
     with IPRoute() as node:
         node.link("set", index=1, state="up")
         node.addr("add", index=1, address=NODE, prefixlen=32)
-        asyncio.run(network.prepare_host(config))
+        asyncio.run(network.settle_host())
+        report["translating"] = [translating()]
         for job in JOBS:
             asyncio.run(network.create(job, 0, geometry, config, locked=False))
         for job in JOBS:
@@ -69,11 +74,15 @@ def main() -> None:
                 "tracked_on_the_way": tracked(wayout.PREFIX + job),
             }
         report["existing"] = sorted(network.existing())
+        report["translating"].append(translating())
         asyncio.run(network.remove(JOBS[0]))
         wayout.remove_namespace(network.namespace_name(JOBS[1]))  # as an agent leaves it that is killed in `remove`
         report["half_gone"] = sorted(network.existing())
+        asyncio.run(network.settle_host())  # as the next agent finds it
+        report["translating"].append(translating())
         for job in network.existing():
             asyncio.run(network.remove(job))
+        report["translating"].append(translating())
         report["links"] = [link.get_attr("IFLA_IFNAME") for link in node.get_links()]
     report["namespaces"] = os.listdir("/run/netns")
     print(json.dumps(report))
