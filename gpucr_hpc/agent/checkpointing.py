@@ -123,7 +123,11 @@ class _Checkpoint:
             extra=self._extra,
         )
         self._remote: list[RemoteParticipant] = []
-        self._nccl = JobNccl(job, lambda: any(part.has_nccl for part in self._parts))
+        self._nccl = JobNccl(
+            job,
+            wanted=lambda: any(part.has_nccl for part in self._parts),
+            needed=lambda: any(part.needs_nccl_away for part in self._parts),
+        )
 
     @property
     def _parts(self) -> list[LocalParticipant | RemoteParticipant]:

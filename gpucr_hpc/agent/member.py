@@ -124,7 +124,8 @@ class MemberSession(Session):
             found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running, full=full
         )
         await self._participant.make_ready()
-        return {"gpus": self._participant.has_gpus, "nccl": self._participant.has_nccl}
+        part = self._participant
+        return {"gpus": part.has_gpus, "nccl": part.has_nccl, "nccl_away": part.needs_nccl_away}
 
     def _part(self, job: str) -> LocalParticipant:
         if self._participant is None:

@@ -19,7 +19,7 @@ from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Pairs
 from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.engine.nccl.report import obstacle
-from gpucr_hpc.errors import GpucrError, JobNotProtected, PeerLost
+from gpucr_hpc.errors import GpucrError, JobNotProtected, NcclUnprotected, PeerLost
 from gpucr_hpc.log import Log
 
 if TYPE_CHECKING:
@@ -66,29 +66,35 @@ class RemoteRanks:
 
 
 @contextlib.asynccontextmanager
-async def _ranks(job: ProtectedJob) -> AsyncIterator[list[NodeRanks | RemoteRanks]]:
-    """Connections to the ranks on all nodes, for the length of a block."""
+async def _ranks(job: ProtectedJob, *, every: bool = True) -> AsyncIterator[list[NodeRanks | RemoteRanks]]:
+    """Connections to the ranks on all nodes, for the length of a block; without `every`, to those that answer."""
     assert job.geometry is not None
     nodes: list[NodeRanks | RemoteRanks] = []
     try:
         nodes.append(await ranks_here(job))
         for node, address in job.geometry.others:
-            remote = RemoteRanks(job.job, job.run, await job.context.connector.open(job.job, node, address))
-            nodes.append(remote)
-            await remote.begin()
+            try:
+                remote = RemoteRanks(job.job, job.run, await job.context.connector.open(job.job, node, address))
+                nodes.append(remote)
+                await remote.begin()
+            except GpucrError as error:
+                if every:
+                    raise
+                log.warning("a node's ranks cannot be reached", job=job.job, error=str(error))
         yield nodes
     finally:
         await asyncio.shield(asyncio.gather(*(node.close() for node in nodes)))
 
 
 class JobNccl:
-    """Implements coordinator.checkpoint.Quiesce. wanted: whether any node has ranks of NCCL, asked after `prepare`.
+    """Implements coordinator.checkpoint.Quiesce. Asked after `prepare`: wanted, whether any node has ranks of NCCL;
+    needed, whether the images are of use only without their communicators.
 
     taken: whether communicators were taken away, also when they are back: the images have none.
     """
 
-    def __init__(self, job: ProtectedJob, wanted: Callable[[], bool]) -> None:
-        self._job, self._wanted = job, wanted
+    def __init__(self, job: ProtectedJob, *, wanted: Callable[[], bool], needed: Callable[[], bool]) -> None:
+        self._job, self._wanted, self._needed = job, wanted, needed
         self.taken = False
         self._back: asyncio.Task[None] | None = None
 
@@ -101,8 +107,10 @@ class JobNccl:
             cut = Cut(job.job, nodes)
             await cut.bring_back(limit_s)  # of an earlier operation
             why = obstacle(await cut.ask())
+            if why and self._needed():  # of a rank on another node, or one that came after `prepare`
+                raise NcclUnprotected(job=job.job, reason=why)
             if why:
-                # Where that is a danger `prepare` has refused: what shares no memory is saved as any process is.
+                # What shares no memory is saved as any process is.
                 log.info("NCCL is left as it is", job=job.job, reason=why)
                 return
             job.run_dir.quiet.touch()
@@ -125,14 +133,18 @@ class JobNccl:
 async def bring_back(job: ProtectedJob) -> None:
     """Have the job's communicators again, wherever an operation has left them; must not raise.
 
-    For a while other nodes' agents are waited for. Where it cannot be, the program gets errors from NCCL from then on,
-    and the job's output says so.
+    Other nodes' agents that are away are waited for, a minute in all. Where it cannot be, the program gets errors from
+    NCCL from then on, so that it ends, and the job's output says so.
     """
     start, problem = time.monotonic(), ""
     while job.capsule is not None and job.capsule.alive():
+        left_s = start + _RETURN_LIMIT_S - time.monotonic()
+        if left_s <= 0:
+            await _lose(job)
+            break
         try:
-            async with job.nccl_turn, _ranks(job) as nodes:
-                cut = Cut(job.job, nodes)
+            async with asyncio.timeout(left_s), job.nccl_turn, _ranks(job) as nodes:
+                cut, problem = Cut(job.job, nodes), ""
                 try:
                     await cut.bring_back(job.context.config.cuda.nccl_limit_s)
                 except PeerLost:
@@ -141,11 +153,9 @@ async def bring_back(job: ProtectedJob) -> None:
                     await cut.release(lost=True)
                     problem = str(error)
             break
-        except GpucrError as error:  # a node's agent that is away, a process that cannot be reached
-            if time.monotonic() - start > _RETURN_LIMIT_S:
-                problem = str(error)
-                break
-            log.warning("NCCL waits for a node", job=job.job, error=str(error))
+        except (GpucrError, TimeoutError) as error:  # an agent that is away, a process that cannot be reached
+            problem = str(error) or "a node takes too long"
+        log.warning("NCCL waits for a node", job=job.job, error=problem)
         await asyncio.sleep(_PAUSE_S)
     job.run_dir.quiet.unlink(missing_ok=True)
     if not problem:
@@ -154,3 +164,12 @@ async def bring_back(job: ProtectedJob) -> None:
     log.error("NCCL does not come back", job=job.job, error=problem)
     if "batch" in job.supervisors:
         await job.supervisors["batch"].print(f"NCCL's communicators could not be made again: {problem}")
+
+
+async def _lose(job: ProtectedJob) -> None:
+    """Let all ranks that can be reached go on without what is not there; must not raise."""
+    try:
+        async with asyncio.timeout(_END_LIMIT_S), _ranks(job, every=False) as nodes:
+            await Cut(job.job, nodes).release(lost=True)
+    except (GpucrError, TimeoutError) as error:
+        log.error("ranks were not let go", job=job.job, error=str(error) or repr(error))

@@ -55,7 +55,8 @@ def timed(
 class LocalParticipant:
     """Implements coordinator.checkpoint.Participant for the capsule on this node.
 
-    After `make_ready`, `has_nccl` says whether a process uses NCCL under the interposer. After `lock`, `tasks` and
+    After `make_ready`, `has_nccl` says whether a process uses NCCL under the interposer, `needs_nccl_away` whether the
+    images are of use only without its communicators. After `lock`, `tasks` and
     `steps` say what runs here. After `capture`, `meta` is the image's engine section of the manifest; `entry` is its
     entry as soon as it is durable. leave_running: the job goes on after it. full: whether the image shall not refer to
     an earlier one. extra: files for the image beside CRIU's, asked for when all are locked.
@@ -90,7 +91,7 @@ class LocalParticipant:
         self.own_s: dict[str, float] = {}
         self._base: dict[str, Any] | None = None
         self._resident = 0
-        self.has_nccl = False
+        self.has_nccl = self.needs_nccl_away = False
 
     @property
     def names(self) -> dict[str, object]:
@@ -118,6 +119,7 @@ class LocalParticipant:
         if gpus:
             covered = await nccl.covered(processes, capsule.uid)
             self.has_nccl = bool(covered)
+            self.needs_nccl_away = gpu_preflight.must_be_rebuilt(self._gpus, covered)
             findings += gpu_preflight.check(self._gpus, processes, covered)
         if findings:
             raise Refused(reason=preflight.summary(findings))

@@ -42,7 +42,7 @@ class RemoteParticipant:
             "leave_running": leave_running,
             "full": full,
         }
-        self._gpus = self.has_nccl = False
+        self._gpus = self.has_nccl = self.needs_nccl_away = False
         self.tasks: list[Task] = []
         self.steps: list[dict[str, Any]] = []
         self.entry: dict[str, Any] = {}
@@ -51,7 +51,7 @@ class RemoteParticipant:
 
     async def prepare(self) -> None:
         answer = await self._peer.call("prepare", job=self._job, **self._fields)
-        self._gpus, self.has_nccl = answer["gpus"], answer["nccl"]
+        self._gpus, self.has_nccl, self.needs_nccl_away = answer["gpus"], answer["nccl"], answer["nccl_away"]
         await self._staged.wait()
         await self._peer.call("join", job=self._job)
 

@@ -85,7 +85,7 @@ class SimulatedNode(peers.Session):
         self, job: str, run: int, checkpoint: str, data_key: str, leave_running: bool, full: bool
     ) -> Any:
         assert (job, run, bool(data_key), leave_running, full) == (_JOB, 0, True, False, False), checkpoint
-        return {"gpus": False, "nccl": False}
+        return {"gpus": False, "nccl": False, "nccl_away": False}
 
     async def do_join(self, **_: Any) -> None: ...
 

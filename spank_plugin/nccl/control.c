@@ -56,6 +56,8 @@ static void report(struct msg *m)
 		msg_str(m, "WHY", cut_why);
 	if (unprotected_why[0])
 		msg_str(m, "UNPROTECTED", unprotected_why);
+	if (shared_why[0])
+		msg_str(m, "SHARES", shared_why);
 	msg_int(m, "VERSION", gate.version);
 	msg_int(m, "BUSY", busy);
 	for (struct comm *c = comms; c; c = c->next)
@@ -141,21 +143,40 @@ static bool rebuild(const struct frame *f)
 	return cut_rebuild(ids, (int)i);
 }
 
+static void put_id(struct msg *m, uint64_t gid, const ncclUniqueId *id)
+{
+	char digits[257];
+
+	for (int i = 0; i < 128; i++)
+		snprintf(digits + 2 * i, 3, "%02x", (unsigned char)id->internal[i]);
+	msg_fmt(m, "ID", "%016" PRIx64 " %s", gid, digits);
+}
+
 /* New ids for the communicators named, made here since rank 0 is here: NCCL then listens in this process for the others. */
 static bool make_ids(const struct frame *f, struct msg *m)
 {
 	const char *text;
 
 	for (size_t pos = 0; (text = frame_next(f, "GID", &pos));) {
-		char digits[257];
 		ncclUniqueId id;
+		uint64_t gid;
 
-		if (strlen(text) != 16 || real.ncclGetUniqueId(&id) != ncclSuccess)
+		if (sscanf(text, "%" SCNx64, &gid) != 1 || real.ncclGetUniqueId(&id) != ncclSuccess)
 			return false;
-		for (int i = 0; i < 128; i++)
-			snprintf(digits + 2 * i, 3, "%02x", (unsigned char)id.internal[i]);
-		msg_fmt(m, "ID", "%s %s", text, digits);
+		put_id(m, gid, &id);
 	}
+	return true;
+}
+
+/* Those that all are told to meet by: made here, or, once this process has been told, all that it was told. */
+static bool ids_for(const struct frame *f, struct msg *m)
+{
+	if (cut_state == GONE)
+		return make_ids(f, m);
+	if (cut_state != REBUILDING && cut_state != REBUILT)
+		return false;
+	for (int i = 0; i < new_count; i++)
+		put_id(m, new_ids[i].gid, &new_ids[i].id);
 	return true;
 }
 
@@ -177,7 +198,7 @@ static void obey(int fd, const struct frame *f)
 	else if (strcmp(word, "destroy") == 0)
 		ok = cut_destroy();
 	else if (strcmp(word, "ids") == 0)
-		ok = cut_state == GONE && make_ids(f, &ids);
+		ok = ids_for(f, &ids);
 	else if (strcmp(word, "rebuild") == 0)
 		ok = rebuild(f);
 	else if (strcmp(word, "open") == 0)

@@ -15,8 +15,8 @@
 _Atomic enum cut_state cut_state;
 char cut_why[256];
 static bool cancelled; /* opened again while a thread was at work: it changes nothing more */
-static struct new_id *new_ids;
-static int new_count;
+struct new_id *new_ids;
+int new_count;
 
 bool cut_close(void)
 {
@@ -289,9 +289,6 @@ static void *rebuild(void *arg)
 		why = make_again(list + i, same);
 	}
 	free(list);
-	free(new_ids);
-	new_ids = NULL;
-	new_count = 0;
 	ended(why ? FAILED : REBUILT, why);
 	return arg;
 }
@@ -302,6 +299,7 @@ bool cut_rebuild(struct new_id *ids, int count)
 		free(ids);
 		return false;
 	}
+	free(new_ids);
 	new_ids = ids;
 	new_count = count;
 	return start(REBUILDING, rebuild);

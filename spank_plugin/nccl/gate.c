@@ -17,27 +17,43 @@ static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 struct comm *comms, *dead_comms;
 struct thread *threads;
 __thread struct thread *this_thread __attribute__((tls_model("initial-exec")));
-char unprotected_why[512];
+char unprotected_why[512], shared_why[512];
 static pthread_key_t thread_key;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
+static bool keep(char kept[512], const char *format, va_list args)
+{
+	bool first;
+
+	pthread_mutex_lock(&state_lock);
+	first = !kept[0];
+	if (first)
+		vsnprintf(kept, 512, format, args);
+	pthread_mutex_unlock(&state_lock);
+	return first;
+}
+
 void unprotected(const char *format, ...)
 {
-	char text[400];
 	va_list args;
-	bool first = false;
 
 	va_start(args, format);
-	vsnprintf(text, sizeof(text), format, args);
+	if (keep(unprotected_why, format, args))
+		dprintf(2, "gpucr: NCCL in process %d is not protected: %s\n", (int)getpid(), unprotected_why);
 	va_end(args);
-	pthread_mutex_lock(&state_lock);
-	if (!unprotected_why[0]) {
-		snprintf(unprotected_why, sizeof(unprotected_why), "%s", text);
-		first = true;
-	}
-	pthread_mutex_unlock(&state_lock);
-	if (first)
-		dprintf(2, "gpucr: NCCL in process %d is not protected: %s\n", (int)getpid(), text);
+}
+
+void shared(const char *format, ...)
+{
+	va_list args;
+
+	if (LIKELY(shared_why[0]))
+		return;
+	va_start(args, format);
+	if (keep(shared_why, format, args))
+		dprintf(2, "gpucr: process %d is not protected: %s\n", (int)getpid(), shared_why);
+	va_end(args);
+	control_start();
 }
 
 static void thread_gone(void *arg)

@@ -110,27 +110,48 @@ static const char *unknown_export(void *any)
 
 /* A plugin of the program may bring NCCL with it, out of the global scope, as PyTorch's Python module does: RTLD_NEXT does
  * not see it then. */
-static int named_nccl(struct dl_phdr_info *info, size_t size, void *out)
+struct search { const char *begins; char *path; };
+
+static int look(struct dl_phdr_info *info, size_t size, void *arg)
 {
+	struct search *s = arg;
 	const char *name = strrchr(info->dlpi_name, '/');
 
 	(void)size;
-	if (strncmp(name ? name + 1 : info->dlpi_name, "libnccl.so", 10) != 0)
+	if (strncmp(name ? name + 1 : info->dlpi_name, s->begins, strlen(s->begins)) != 0)
 		return 0;
-	*(char **)out = strdup(info->dlpi_name); /* no dlopen() here: the loader's lock is held */
+	s->path = strdup(info->dlpi_name); /* no dlopen() here: the loader's lock is held */
 	return 1;
 }
 
-static void *local_nccl(void)
+static void *loaded(const char *begins)
 {
-	char *name = NULL;
+	struct search s = {.begins = begins};
 	void *found = NULL;
 
-	dl_iterate_phdr(named_nccl, &name);
-	if (name)
-		found = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-	free(name);
+	dl_iterate_phdr(look, &s);
+	if (s.path)
+		found = dlopen(s.path, RTLD_LAZY | RTLD_NOLOAD);
+	free(s.path);
 	return found;
+}
+
+void *real_symbol(const char *begins, const char *name)
+{
+	void *handle = loaded(begins);
+
+	return handle ? next_symbol(handle, name) : NULL;
+}
+
+static bool called_by_nccl(void *from)
+{
+	Dl_info info;
+	const char *name;
+
+	if (!dladdr(from, &info) || !info.dli_fname)
+		return false;
+	name = strrchr(info.dli_fname, '/');
+	return strncmp(name ? name + 1 : info.dli_fname, "libnccl", 7) == 0;
 }
 
 void real_find(void)
@@ -141,7 +162,7 @@ void real_find(void)
 	pthread_mutex_lock(&lock);
 	if (!atomic_load(&real_ready)) {
 		if (!library && !next_symbol(RTLD_NEXT, "ncclGetVersion"))
-			library = local_nccl();
+			library = loaded("libnccl.so");
 		for (size_t i = 0; i < COUNT(wrapped); i++) {
 			void *f = next_symbol(library ? library : RTLD_NEXT, wrapped[i].name);
 
@@ -187,6 +208,11 @@ __attribute__((EARLY, always_inline)) static inline bool nccls(const char *p)
 	return p[0] == 'n' && p[1] == 'c' && p[2] == 'c' && p[3] == 'l';
 }
 
+__attribute__((EARLY, always_inline)) static inline bool cuda_name(const char *p)
+{
+	return p[0] == 'c' && p[1] == 'u' && (p[2] == 'I' || p[2] == 'M' || p[2] == 'd');
+}
+
 /* Without a frame of its own for all names but NCCL's, so that RTLD_NEXT means the caller's next. */
 __attribute__((visibility("default"), optimize("O2", "no-stack-protector"), EARLY))
 void *dlsym(void *restrict handle, const char *restrict name)
@@ -197,6 +223,11 @@ void *dlsym(void *restrict handle, const char *restrict name)
 		void *theirs = next_dlsym(handle, name);
 
 		return theirs ? ours_for(handle, name, theirs) : NULL;
+	}
+	if (UNLIKELY(handle != RTLD_NEXT && cuda_name(name) && ipc_ours(name))) {
+		void *theirs = next_dlsym(handle, name);
+
+		return theirs && !called_by_nccl(__builtin_return_address(0)) ? ipc_ours(name) : theirs;
 	}
 	return next_dlsym(handle, name);
 }

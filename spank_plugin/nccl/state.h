@@ -73,6 +73,7 @@ struct real { NCCL_WRAPPED(F) };
 extern struct real real;
 extern _Atomic int real_ready; /* 1: found; 2: found, and its handles pass through untouched */
 void real_find(void);
+void *real_symbol(const char *begins, const char *name); /* of the library loaded whose file name begins so, or NULL */
 static inline bool wrapping(void)
 {
 	if (UNLIKELY(!atomic_load_explicit(&real_ready, memory_order_acquire)))
@@ -83,6 +84,10 @@ static inline bool wrapping(void)
 /* Say once on standard error, and keep for the agent, that and why this process cannot be protected. */
 void unprotected(const char *format, ...) __attribute__((format(printf, 1, 2)));
 extern char unprotected_why[512];
+/* The same, of memory that the program shares by itself: also where no communicator is. */
+void shared(const char *format, ...) __attribute__((format(printf, 1, 2)));
+extern char shared_why[512];
+void *ipc_ours(const char *name); /* our function for a name of CUDA's, or NULL */
 
 struct thread *thread_new(void);
 void thread_is_ours(void); /* what NCCL calls of itself in this thread passes through */
@@ -147,6 +152,8 @@ enum cut_state { OPEN, CLOSED, DRAINING, DRAINED, DESTROYING, GONE, REBUILDING, 
 extern _Atomic enum cut_state cut_state;
 extern char cut_why[256];
 struct new_id { uint64_t gid; ncclUniqueId id; };
+extern struct new_id *new_ids; /* of the last rebuild; changed by the helper alone, while nothing is under way */
+extern int new_count;
 bool cut_close(void);
 bool cut_open(bool lost);
 bool cut_drain(void);

@@ -76,9 +76,10 @@ async def run(
     limit_s: float = 240.0,
     cut_limit_s: float = 20.0,
     pause_s: float = 0.02,
+    half_rebuilt: float = 0.1,
 ) -> Outcome:
     """Run `count` programs on `ranks` processes. kind: None without the interposer, or which build of it; with it cuts are
-    made until the programs have ended."""
+    made until the programs have ended. half_rebuilt: share of cuts whose agent dies while it has ranks made again."""
     folder.mkdir(parents=True)
     children = []
     files = []
@@ -99,7 +100,7 @@ async def run(
     ends = asyncio.gather(*(child.wait() for child in children))
     pids = [child.pid for child in children]
     cutting = asyncio.ensure_future(
-        _cuts(folder, pids, outcome, seed, cut_limit_s, pause_s, ends) if kind is not None else asyncio.sleep(0)
+        _cuts(folder, pids, outcome, seed, cut_limit_s, pause_s, ends, half_rebuilt) if kind is not None else asyncio.sleep(0)
     )
     try:
         async with asyncio.timeout(limit_s):
@@ -135,6 +136,7 @@ async def _cuts(
     limit_s: float,
     pause_s: float,
     ends: asyncio.Future[list[int]],
+    half_rebuilt: float,
 ) -> None:
     chance = random.Random(seed)
     sockets = [folder / f"gpucr-nccl.{pid}" for pid in pids]
@@ -144,7 +146,7 @@ async def _cuts(
         await asyncio.sleep(0.002)
     while not ends.done():
         await asyncio.sleep(chance.uniform(0, pause_s))
-        await one_cut(sockets, pids, outcome, limit_s, chance, ends)
+        await one_cut(sockets, pids, outcome, limit_s, chance, ends, half_rebuilt)
 
 
 async def one_cut(
@@ -154,6 +156,7 @@ async def one_cut(
     limit_s: float,
     chance: random.Random,
     ends: asyncio.Future[list[int]],
+    half_rebuilt: float,
 ) -> None:
     loop = asyncio.get_running_loop()
     ranks = NodeRanks([])
@@ -177,6 +180,11 @@ async def one_cut(
         await cut.tear_down(limit_s)
         for pid in pids:
             assert "fake-nccl-peer" not in Path(f"/proc/{pid}/maps").read_text(), "peer memory after the end"
+        if chance.random() < half_rebuilt:
+            node = chance.choice(cut.nodes)
+            await node.order("rebuild", await cut._ids(await cut.ask()))
+            outcome.cuts["half rebuilt"] += 1  # the agent dies when some nodes have heard of the new ids
+            return
         if chance.random() < 0.3:  # as over a dump: another agent comes
             await ranks.close()
             await _connect(ranks, sockets, pids)

@@ -37,7 +37,11 @@ def test_every_function_with_a_communicator_is_ours() -> None:
     exported = {line.split()[-1] for line in listed.splitlines()}
     assert len(names) > 30
     assert names | {f"p{name}" for name in names} <= exported
-    assert all(name.startswith(("nccl", "pnccl")) or name == "dlsym" for name in exported)
+    others = {name for name in exported if not name.startswith(("nccl", "pnccl"))}
+    assert others == {
+        *("dlsym", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"),
+        *("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cudaGetDriverEntryPointByVersion"),
+    }
 
 
 def program(folder: Path, code: str, *, library: Path = FAKE / "libnccl.so.2") -> subprocess.Popen[str]:
@@ -116,6 +120,73 @@ def test_a_library_that_a_plugin_brings_is_caught(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env=rig.environment(tmp_path, "plain"), capture_output=True, text=True, check=False
     )
     assert (0, "") == (done.returncode, done.stderr)
+
+
+RUNTIME = """
+#include <dlfcn.h>
+#include <string.h>
+int cudaIpcGetMemHandle(char *handle, void *memory) { memset(handle, 2, 64); return memory ? 0 : 1; }
+int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigned v, unsigned long long f, int *status)
+{
+    return (*found = dlsym(dlopen("libcuda.so.1", RTLD_LAZY), name)) ? 0 : 1;
+}
+"""
+MODULE = """
+int cudaIpcGetMemHandle(char *, void *), cudaGetDriverEntryPointByVersion(const char *, void **, unsigned,
+    unsigned long long, int *);
+int tensor(void) { char handle[64]; return cudaIpcGetMemHandle(handle, handle) ? 1 : handle[0] != 2; }
+int symmetric(void)
+{
+    int (*call)(int *, unsigned long, int, unsigned long), handle = 0, status;
+    if (cudaGetDriverEntryPointByVersion("cuMemExportToShareableHandle", (void **)&call, 13000, 0, &status)) return 1;
+    return call(&handle, 1, 1, 0) ? 1 : handle != -1;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("assert module.tensor() == 0", "cudaIpcGetMemHandle"),
+        ("assert module.symmetric() == 0", "cuMemExportToShareableHandle"),
+        ("assert cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), 1) == 0", "cuIpcGetMemHandle"),
+    ],
+)
+def test_memory_that_a_program_shares_itself_is_said(tmp_path: Path, call: str, said: str) -> None:
+    """By the runtime, as multiprocessing's CUDA tensors; by the driver, as symmetric memory; no communicator is needed.
+    The call does what it does."""
+    for name, text, more in (
+        ("libcudart.so.13", RUNTIME, ["-ldl"]),
+        ("module.so", MODULE, [f"-L{tmp_path}", "-l:libcudart.so.13", f"-Wl,-rpath,{tmp_path}"]),
+    ):
+        (tmp_path / f"{name}.c").write_text(text)
+        command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", str(tmp_path / f"{name}.c")]
+        subprocess.run([*command, "-o", str(tmp_path / name), *more], check=True)
+    code = f"""
+        import ctypes, sys
+        cuda, module = ctypes.CDLL("{FAKE}/libcuda.so.1"), ctypes.CDLL("{tmp_path}/module.so")
+        {call}
+        print("ready", flush=True)
+        sys.stdin.readline()
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=rig.environment(tmp_path, "plain"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    ready(child)
+
+    async def once() -> None:
+        ranks = await rank(tmp_path, child.pid)
+        [report] = await Cut("1", [ranks]).ask()
+        assert (said in report.shares, report.unprotected) == (True, "")
+        await ranks.close()
+
+    asyncio.run(once())
+    assert child.communicate("\n", 20)[1].count("is not protected") == 1
 
 
 def test_dlsym_answers_its_caller(tmp_path: Path) -> None:

@@ -47,3 +47,18 @@ def test_cuts_change_no_value(kind: str, ranks: int, threads: int, count: int, t
     assert cut.errors == []
     assert cut.cuts["not reached"] == 0
     assert cut.cuts["whole"] >= 3
+
+
+def test_a_lead_that_dies_while_ranks_are_made_again(tmp_path: Path) -> None:
+    """Some ranks wait for the others in NCCL by then: the next agent brings those to them, with the same ids."""
+
+    async def both() -> tuple[rig.Outcome, rig.Outcome]:
+        fields = {"ranks": 4, "threads": 1, "count": 20 * FACTOR, "steps": 60, "first": 7000}
+        undisturbed = await rig.run(tmp_path / "undisturbed", **fields, limit_s=60.0 * FACTOR)
+        cut = await rig.run(tmp_path / "cut", **fields, kind="plain", half_rebuilt=1.0, limit_s=120.0 * FACTOR)
+        return undisturbed, cut
+
+    undisturbed, cut = asyncio.run(both())
+    assert undisturbed.digests == cut.digests
+    assert cut.errors == []
+    assert cut.cuts["half rebuilt"] >= 3

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from gpucr_hpc.capsule.processes import Process
 from gpucr_hpc.engine.cuda import processes as procfs
 from gpucr_hpc.engine.cuda.inventory import MINIMUM_DRIVER
 from gpucr_hpc.engine.cuda.node import GpuProcess, NodeGpus
+from gpucr_hpc.engine.nccl.node import Covered
 from gpucr_hpc.engine.preflight import Finding
 from gpucr_hpc.errors import CudaHostMemory
 from gpucr_hpc.units import format_bytes
@@ -15,9 +17,10 @@ from gpucr_hpc.units import format_bytes
 # Beside the copy, the driver and CRIU need some memory of their own.
 _RESERVE_BYTES = 512 << 20
 _OFF = ("", "0")
+_NVSHMEM = "nvshmem_bootstrap_"  # a part that it loads when it begins; the library itself comes with PyTorch
 
 
-def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, str]) -> list[Finding]:
+def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, Covered]) -> list[Finding]:
     """Findings about the GPU processes and about those that hold a GPU without being one.
 
     covered: see engine.nccl.node.
@@ -34,18 +37,61 @@ def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, str]) 
             findings.append(_finding(first, "runs on a GPU in MIG mode, which the driver cannot checkpoint"))
         if inventory.mps:
             findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
-    listening = [p for p in gpus.processes if procfs.listens(p.pid)] if len(gpus.processes) > 1 else []
-    why, ranks = dict(covered), []
-    for process in listening:
+    for process in gpus.processes:
+        if process.pid in covered and covered[process.pid].shares:
+            findings.append(_finding(process, f"cannot be brought back: {covered[process.pid].shares}"))
+        if procfs.maps_library(process.pid, _NVSHMEM):
+            what = "uses NVSHMEM, which shares memory of GPUs between processes: the driver cannot bring that back"
+            findings.append(_finding(process, what))
+    findings += [_finding(rank.process, rank.problem) for rank in _peers(gpus, covered) if rank.problem]
+    return findings
+
+
+def must_be_rebuilt(gpus: NodeGpus, covered: Mapping[int, Covered]) -> bool:
+    """Whether `check` finds nothing against ranks of NCCL only because their communicators will be taken away."""
+    return any(rank.let_through for rank in _peers(gpus, covered))
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A rank of NCCL that is not alone on this node. problem: why it cannot be saved, empty when it can; let_through:
+    it may share memory, until its communicators are taken away."""
+
+    process: GpuProcess
+    problem: str
+    let_through: bool
+
+
+def _peers(gpus: NodeGpus, covered: Mapping[int, Covered]) -> list[_Peer]:
+    """NCCL between processes of one node: with peer-to-peer or shared memory the driver's checkpoint succeeds, its
+    restore fails, and the job is lost. So it must be ruled out before, unless the interposer takes it away."""
+    ranks: list[_Peer] = []
+    for process in gpus.processes if len(gpus.processes) > 1 else []:
+        if not procfs.listens(process.pid):
+            continue
+        why = covered[process.pid].why if process.pid in covered else None
         if not procfs.maps_library(process.pid, "libnccl.so"):
             inside = procfs.nccl_linked_in(process.pid)
             if not inside:
                 continue
-            why[process.pid] = f"NCCL is linked into {inside}, where nothing can stand before it"
-        ranks.append(process)
-    if len(ranks) > 1:
-        findings += [_finding(process, what) for process in ranks for what in _peer_memory(process, why)]
-    return findings
+            why = f"NCCL is linked into {inside}, where nothing can stand before it"
+        env = procfs.environment(process.pid)
+        on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
+        ranks.append(_Peer(process, _peer_problem(on, why), bool(on) and why == ""))
+    return ranks if len(ranks) > 1 else []
+
+
+def _peer_problem(on: list[str], why: str | None) -> str:
+    if not on or why == "":
+        return ""
+    if why:
+        return f"is a rank of NCCL, and its communicators cannot be made again (--checkpoint-nccl=rebuild): {why}"
+    return (
+        "is a rank of NCCL and may share GPU memory with others of this node, at the full speed of NVLink or "
+        "shared memory, which the driver cannot bring back: sbatch --checkpoint-nccl=safe "
+        f"({' '.join(f'{name}=1' for name in on)}) would protect it, with a much slower all-reduce, and "
+        "--checkpoint-nccl=rebuild at full speed"
+    )
 
 
 def _finding(process: GpuProcess, what: str) -> Finding:
@@ -71,25 +117,6 @@ def _holders(gpus: NodeGpus, processes: list[Process]) -> Iterator[Finding]:
         else:
             what = f"holds {held} without CUDA (a monitor, OpenGL or Vulkan), which cannot be saved"
         yield Finding(process.nspid, process.name, what)
-
-
-def _peer_memory(process: GpuProcess, covered: Mapping[int, str]) -> Iterator[str]:
-    """NCCL between processes of one node: with peer-to-peer or shared memory the driver's checkpoint succeeds, its
-    restore fails, and the job is lost. So it must be ruled out before, unless the interposer takes it away."""
-    why = covered.get(process.pid)
-    if why == "":
-        return
-    env = procfs.environment(process.pid)
-    on = [name for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if env.get(name, "") in _OFF]
-    if on and why:
-        yield f"is a rank of NCCL, and its communicators cannot be made again (--checkpoint-nccl=rebuild): {why}"
-    elif on:
-        yield (
-            "is a rank of NCCL and may share GPU memory with others of this node, at the full speed of NVLink or "
-            "shared memory, which the driver cannot bring back: sbatch --checkpoint-nccl=safe "
-            f"({' '.join(f'{name}=1' for name in on)}) would protect it, with a much slower all-reduce, and "
-            "--checkpoint-nccl=rebuild at full speed"
-        )
 
 
 def check_memory(gpus: NodeGpus) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Protocol, TypeVar
 
 from gpucr_hpc.engine.nccl.link import Pairs
@@ -24,7 +25,9 @@ from gpucr_hpc.wire import Frame
 log = Log(__name__)
 
 _Result = TypeVar("_Result")
-_ON_THEIR_WAY = frozenset({"draining", "destroying", "rebuilding"})
+_GOING = frozenset({"draining", "destroying"})
+_COMING = frozenset({"rebuilding", "rebuilt"})
+_CAN_OPEN = frozenset({"open", "closed", "drained", "rebuilt"})
 
 
 class Ranks(Protocol):
@@ -99,17 +102,25 @@ class Cut:
             # Nobody goes on after it has drained without a word from us: who has not heard of the end stands where it
             # stood, and those in the middle of it may wait for him.
             await self._one_by_one("destroy", [report.state == "drained" for report in reports])
-        reports = await self._rest(limit_s)
-        states = {report.state for report in reports}
-        if "gone" in states:
-            if any(report.state != "gone" for report in reports):
-                raise NcclFailed(pid=0, reason=f"ranks are {', '.join(sorted({r.state for r in reports}))}")
-            await self._order("rebuild", await self._new_ids(reports))
-            await self._settle("rebuilt", limit_s)
-        elif "failed" in states:
-            raise NcclFailed(pid=0, reason=next(r.why for r in reports if r.state == "failed"))
-        if states != {"open"}:
+        reports = await self._rest(_GOING, limit_s)
+        gone = [report.state == "gone" for report in reports]
+        if any(gone) and {report.state for report in reports} <= {"gone"} | _COMING:
+            await self._one_by_one("rebuild", gone, await self._ids(reports))
+        reports = await self._rest(_GOING | {"rebuilding"}, limit_s)
+        for report in reports:
+            if report.state not in _CAN_OPEN:
+                raise NcclFailed(pid=0, reason=report.why or f"a rank is {report.state}")
+        if any(report.state != "open" for report in reports):
             await self._order("open", [("LOST", "0")])
+
+    async def _ids(self, reports: list[Report]) -> list[tuple[str, str]]:
+        """By which the ranks meet: new ones, or those that some have been told already by a lead that was lost then.
+        They wait for the others, and the ids' listeners are in the ranks, whoever has carried them."""
+        for node, at, report in await self._places(reports):
+            if report.state in _COMING:
+                [answer] = await node.order("ids", (), at)
+                return [("ID", text) for text in answer.all("ID")]
+        return await self._new_ids(reports)
 
     async def _new_ids(self, reports: list[Report]) -> list[tuple[str, str]]:
         wanted, ids = set(rebuildable(reports)), []
@@ -120,9 +131,9 @@ class Cut:
                 ids += [("ID", text) for text in answer.all("ID")]
         return ids
 
-    async def _one_by_one(self, word: str, which: list[bool]) -> None:
-        places = await self._places(which)
-        await _each(node.order(word, (), at) for node, at, wanted in places if wanted)
+    async def _one_by_one(self, word: str, which: list[bool], pairs: Pairs = ()) -> None:
+        places, pairs = await self._places(which), list(pairs)
+        await _each(node.order(word, pairs, at) for node, at, wanted in places if wanted)
 
     async def _places(self, values: Sequence[_Result]) -> list[tuple[Ranks, int, _Result]]:
         """The node of each rank and its place there, beside its value."""
@@ -143,20 +154,20 @@ class Cut:
 
     async def _settle(self, wanted: str, limit_s: float) -> None:
         """Wait for the end of a long action; NcclFailed with a process's reason, or for the time."""
-        for report in await self._rest(limit_s):
+        for report in await self._rest(_GOING, limit_s):
             if report.state != wanted:
                 raise NcclFailed(pid=0, reason=report.why or f"a rank is {report.state}, not {wanted}")
 
-    async def _rest(self, limit_s: float) -> list[Report]:
-        """The reports when nobody is in the middle of an action."""
+    async def _rest(self, busy: AbstractSet[str], limit_s: float) -> list[Report]:
+        """The reports when nobody is in one of these states."""
         pause, deadline = 0.001, asyncio.get_running_loop().time() + limit_s
         while True:
             reports = await self.ask()
-            busy = [report.state for report in reports if report.state in _ON_THEIR_WAY]
-            if not busy:
+            found = [report.state for report in reports if report.state in busy]
+            if not found:
                 return reports
             if asyncio.get_running_loop().time() > deadline:
-                raise NcclFailed(pid=0, reason=f"a rank is still {busy[0]} after {limit_s:g} s")
+                raise NcclFailed(pid=0, reason=f"a rank is still {found[0]} after {limit_s:g} s")
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.02)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from gpucr_hpc import wire
 from gpucr_hpc.capsule.processes import Process
@@ -83,14 +84,23 @@ class NodeRanks:
             link.close()
 
 
-async def covered(processes: Iterable[Process], uid: int) -> dict[int, str]:
-    """pid on the host -> why its communicators cannot be made again (empty: they can), for each that has a helper."""
-    found: dict[int, str] = {}
+class Covered(NamedTuple):
+    """A process that has a helper. why: its communicators cannot be made again; empty: they can. shares: how it shares
+    GPU memory by itself."""
+
+    why: str
+    shares: str = ""
+
+
+async def covered(processes: Iterable[Process], uid: int) -> dict[int, Covered]:
+    """By pid on the host."""
+    found: dict[int, Covered] = {}
     for process, path in helpers(processes):
         try:
             link = await Link.connect(path, process.pid, uid)
-            found[process.pid] = parse(await link.order("ask")).unprotected
+            report = parse(await link.order("ask"))
+            found[process.pid] = Covered(report.unprotected, report.shares)
             await link.leave()
         except GpucrError as error:
-            found[process.pid] = str(error)
+            found[process.pid] = Covered(str(error))
     return found

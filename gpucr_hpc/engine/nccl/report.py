@@ -35,7 +35,10 @@ class Communicator:
 
 @dataclass(frozen=True)
 class Report:
-    """One process. state: of its cut; version: of the targets it knows; busy: threads inside a call of NCCL."""
+    """One process. state: of its cut; version: of the targets it knows; busy: threads inside a call of NCCL.
+
+    unprotected: why its communicators cannot be made again; shares: how it shares GPU memory by itself; or empty.
+    """
 
     state: str
     version: int
@@ -43,6 +46,7 @@ class Report:
     unprotected: str
     why: str
     communicators: tuple[Communicator, ...]
+    shares: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ def parse(frame: Frame) -> Report:
         frame.get("UNPROTECTED"),
         frame.get("WHY"),
         tuple(found),
+        frame.get("SHARES"),
     )
 
 
