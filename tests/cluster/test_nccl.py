@@ -98,6 +98,8 @@ def nccl(lab: Lab) -> Iterator[Bench]:
     finally:
         lab.cancel_all()
         for node in lab.nodes()[1:]:
+            if lab.pid(node) is None:
+                lab.start(node)
             lab.exec(node, ["rm", "-f", str(FAKE_DRIVER)])
 
 
@@ -125,6 +127,11 @@ def random_programs(on: Bench, name: str, count: int) -> str:
     (on.directory / f"ids-{name}").mkdir(mode=0o777)
     (on.directory / f"ids-{name}").chmod(0o777)
     return f"exec build/fake/program ids-{name} $SLURM_PROCID 4 1 {count} 20 1"
+
+
+def build_sleeper(on: Bench) -> None:
+    lib = f"-L{on.inside}/build/fake/lib"
+    on.compile("sleeper", SLEEPER, f"-I{on.inside}", lib, "-l:libnccl.so.2", "-l:libcuda.so.1", f"-DROUNDS={ROUNDS}")
 
 
 def test_ranks_on_two_nodes_are_moved_with_their_communicators(nccl: Bench) -> None:
@@ -156,12 +163,35 @@ def test_ranks_on_two_nodes_are_moved_with_their_communicators(nccl: Bench) -> N
     assert results(plain) == [lines[:count] for lines in done]
 
 
+def sums(count: int) -> list[str]:
+    """What each rank of SLEEPER writes."""
+    mine, found = [rank + 3 for rank in range(4)], []
+    for number in range(1, count + 1):
+        total = sum(mine)
+        mine = [total % 1000003 + rank for rank in range(4)]
+        found.append(f"round {number} {total}")
+    return found
+
+
+def test_a_set_after_which_the_job_went_on(nccl: Bench) -> None:
+    """A node is lost: the job goes back to its last checkpoint, though NCCL has come back since, and on from there."""
+    build_sleeper(nccl)
+    (nccl.directory / "awake").touch()
+    job = submit(nccl, "job", "exec ./sleeper $SLURM_PROCID 4", REBUILD)
+    progress(job, 5)
+    job.checkpoint()
+    progress(job, 20)
+    lost = job.lab.hostnames(job.info["nodes"])[1]
+    job.lab.kill(lost)
+    job.running(1, timeout_s=200).says("gpucr: restored on", timeout_s=90)
+    assert lost not in job.lab.hostnames(job.info["nodes"])
+    job.end()
+    assert [[line for line in one if line != "asleep"] for one in results(job)] == [sums(ROUNDS)] * 4
+
+
 def test_a_rank_that_calls_nccl_no_more(nccl: Bench) -> None:
     """The checkpoint is given up at the time limit, the job runs on, and a later one succeeds."""
-    lib = f"-L{nccl.inside}/build/fake/lib"
-    nccl.compile(
-        "sleeper", SLEEPER, f"-I{nccl.inside}", lib, "-l:libnccl.so.2", "-l:libcuda.so.1", f"-DROUNDS={ROUNDS}"
-    )
+    build_sleeper(nccl)
     job = submit(nccl, "job", "exec ./sleeper $SLURM_PROCID 4", REBUILD)
     wait_until(lambda: "asleep" in job.file("job.3"), 60, "the last rank's sleep")
     refused = job.gpucr("checkpoint", str(job.id), check=False)

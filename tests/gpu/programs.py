@@ -184,7 +184,7 @@ split, made = dist.split_group(split_ranks=[[0]]), dist.new_group([0])
 generator = torch.Generator(device="cuda").manual_seed(3)
 weights = torch.randn(512, 512, device="cuda", generator=generator)
 log = open("train.log", "a", buffering=1)
-for step in range(500):
+for step in range(800):
     x = torch.randn(512, 512, device="cuda", generator=generator)
     dist.all_reduce(x)
     dist.all_reduce(x, op=dist.ReduceOp.AVG, group=split)

@@ -4,7 +4,8 @@ Its directory holds `gpus.json` (an Inventory, optional), one file of state for 
 `CALL WHAT [COUNT]`, each taken off when it has acted COUNT times (1). CALL is lock, checkpoint, restore, unlock, state
 or look; WHAT is a number (the call returns this CUresult), `hang`, `slow` (a second), `die` (the worker), or `fail`
 (the process goes to FAILED).
-A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid.
+A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid. One that was
+restored is in the state in which it was dumped, whatever has become of the first since.
 """
 
 from __future__ import annotations
@@ -143,11 +144,26 @@ class FakeDriver:
         return found[1].decode() if found else f"pid-{pid}"
 
     def _read(self, pid: int) -> State:
-        path = self._dir / f"state-{self._name(pid)}"
-        return State[path.read_text()] if path.exists() else State.RUNNING
+        path, saved = self._dir / f"state-{self._name(pid)}", self._dir / f"saved-{self._name(pid)}"
+        if not path.exists():
+            return State.RUNNING
+        if saved.exists() and saved.read_text() != self._instance(pid):
+            return State.CHECKPOINTED
+        return State[path.read_text()]
 
     def _write(self, pid: int, state: State) -> None:
         (self._dir / f"state-{self._name(pid)}").write_text(state.name)
+        saved = self._dir / f"saved-{self._name(pid)}"
+        if state is State.CHECKPOINTED or saved.exists():
+            saved.write_text(self._instance(pid))
+
+    def _instance(self, pid: int) -> str:
+        """What a restored process has of its own: its pid here and when it began."""
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            raise self._failed("look", _INVALID_VALUE) from None
+        return f"{pid} {fields[19]}"
 
     def _note(self, text: str) -> None:
         with self._journal.open("a") as file:
