@@ -18,9 +18,21 @@ from typing import Any
 
 from gpucr_hpc.capsule import namespace_processes
 from gpucr_hpc.engine.nccl.cut import Cut
-from gpucr_hpc.engine.nccl.node import NodeRanks
+from gpucr_hpc.engine.nccl.node import NodeRanks, covered
 from tests.gpu import programs
-from tests.gpu.base import PYTHON, ROOT, Place, case, environment, gpu_count, passed, phases, python, steps
+from tests.gpu.base import (
+    PYTHON,
+    ROOT,
+    Place,
+    case,
+    environment,
+    gpu_count,
+    passed,
+    phases,
+    python,
+    refused,
+    steps,
+)
 from tests.gpu.fakes import fake
 from tests.gpu.rig import INTERPOSER, Job
 
@@ -198,6 +210,33 @@ async def two_on_one(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     found = await _rounds(job, logs, count, {})
     await _same(job, whole, logs)
     return {"alone": alone, **found}
+
+
+@case("NCCL made again: CUDA graphs and tensors shared by the program are named", limit_s=150)
+async def named(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """A graph that holds NCCL's operations, a tensor for another process; and graphs without NCCL, captured all the
+    time, are no harm to a checkpoint, nor it to them."""
+    found: dict[str, Any] = {}
+    for way in ("graph", "tensor", "captures"):
+        job = place.job()
+        await python(job, programs.NCCL_WAYS.replace("WAY", way), **UNDER)
+        await job.advances(by=10, limit_s=90)
+        assert job.protected.capsule is not None
+        processes = namespace_processes(job.protected.capsule.init_pid)
+        [helper] = (await covered(processes, job.protected.uid)).values()
+        found[way] = {"why": helper.why, "shares": helper.shares}
+        if way == "tensor":
+            found[way]["refused"] = await refused(job)
+        if way == "captures":
+            await job.checkpoint(leave=False)
+            found[way]["seconds"] = job.report["phases_s"]
+        await job.advances(by=10)
+        await job.end()
+    assert "CUDA graph" in found["graph"]["why"], found
+    assert "cudaIpcGetMemHandle" in found["tensor"]["shares"], found
+    assert found["tensor"]["shares"] in found["tensor"]["refused"], found
+    assert found["captures"]["why"] + found["captures"]["shares"] == "", found
+    return found
 
 
 @case("NCCL: cost of a call under the interposer, real library", limit_s=120)

@@ -203,6 +203,35 @@ log.write("passed\\n")
 dist.destroy_process_group()
 """
 
+# One rank that captures an NCCL operation in a CUDA graph, offers a tensor to other processes, or captures graphs
+# without NCCL again and again; for ever.
+NCCL_WAYS = """
+import time, torch, torch.distributed as dist
+device = torch.device("cuda:0")
+torch.cuda.set_device(device)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+x = torch.ones(1024, device="cuda")
+dist.all_reduce(x)
+torch.cuda.synchronize()
+def captured(work):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+graph = captured(lambda: dist.all_reduce(x)) if "WAY" == "graph" else captured(lambda: x.add_(1))
+handle = x.untyped_storage()._share_cuda_() if "WAY" == "tensor" else None
+log = open("train.log", "a", buffering=1)
+step = 0
+while True:
+    if "WAY" == "captures":
+        graph = captured(lambda: [x.add_(1) for _ in range(200)])
+    graph.replay()
+    torch.cuda.synchronize()
+    log.write(f"{step} {x.sum().item()}\\n")
+    step += 1
+    time.sleep(0.02)
+"""
+
 # A training whose parameters are split over all ranks; argv: steps. RANK and the rest come by the environment.
 FSDP = """
 import os, sys, time
