@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from gpucr_hpc.engine.nccl.cut import Cut
-from gpucr_hpc.engine.nccl.link import Link
+from gpucr_hpc.engine.nccl.link import Link, Pairs
 from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.errors import NcclCutNotReached, NcclUnprotected
+from gpucr_hpc.wire import Frame
 from tests.nccl import rig
 
 LIBRARY = rig.BUILD / "libgpucr_nccl.so"
@@ -294,6 +295,75 @@ def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:
     asyncio.run(succeeds())
     child.communicate("\n", 20)
     assert child.returncode == 0
+
+
+PAIR = """
+    import time
+    path = "{folder}/id"
+    if {rank} == 0:
+        assert nccl.ncclGetUniqueId(ctypes.byref(unique)) == 0
+        open(path + ".part", "wb").write(bytes(unique))
+        os.rename(path + ".part", path)
+    while not os.path.exists(path): time.sleep(0.001)
+    both = ctypes.c_void_p()
+    assert nccl.ncclCommInitRank(ctypes.byref(both), 2, Id.from_buffer_copy(open(path, "rb").read()), {rank}) == 0
+    if {rank} == 0:
+        assert nccl.ncclSend(a, ctypes.c_size_t(4), 4, 1, both, stream) == 0
+    print("ready", flush=True)
+    if {rank} == 0:
+        sys.stdin.readline()
+        assert reduce() == 0
+        open("{folder}/go", "w")
+    else:
+        while not os.path.exists("{folder}/go"): time.sleep(0.001)
+        assert nccl.ncclRecv(b, ctypes.c_size_t(4), 4, 0, both, stream) == 0
+    cuda.fake_stream_wait(stream)
+    sys.stdin.readline()
+    assert nccl.ncclCommDestroy(both) == 0
+"""
+
+
+class Watched(NodeRanks):
+    """Says when the gates are shut."""
+
+    def __init__(self, links: list[Link]) -> None:
+        super().__init__(links)
+        self.shut = asyncio.Event()
+
+    async def order(self, word: str, pairs: Pairs = (), at: int | None = None) -> list[Frame]:
+        found = await super().order(word, pairs, at)
+        if word == "cut":
+            self.shut.set()
+        return found
+
+
+def test_a_rank_that_waits_for_another_outside_of_nccl(tmp_path: Path) -> None:
+    """One is behind, and waits by a file, as for a store, for one that is not, and that stands at the gate."""
+    children = [program(tmp_path, PAIR.format(folder=tmp_path, rank=number)) for number in (0, 1)]
+    for child in children:
+        ready(child)
+
+    async def once() -> None:
+        links = [await Link.connect(tmp_path / f"gpucr-nccl.{child.pid}", child.pid, os.getuid()) for child in children]
+        ranks = Watched(links)
+        cut = Cut("1", [ranks])
+        taking = asyncio.ensure_future(cut.take(15))
+        await ranks.shut.wait()
+        assert children[0].stdin is not None
+        children[0].stdin.write("\n")
+        children[0].stdin.flush()
+        await taking
+        await cut.tear_down(5)
+        await cut.bring_back(5)
+        await ranks.close()
+
+    asyncio.run(once())
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+    assert [("", ""), ("", "")] == [child.communicate(timeout=20) for child in children]
+    assert [0, 0] == [child.returncode for child in children]
 
 
 def test_a_call_costs_little(tmp_path: Path) -> None:

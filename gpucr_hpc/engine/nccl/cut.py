@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from gpucr_hpc.engine.nccl.link import Pairs
@@ -25,6 +26,7 @@ from gpucr_hpc.wire import Frame
 log = Log(__name__)
 
 _Result = TypeVar("_Result")
+_PATIENCE_S, _MOMENT_S = 0.3, 0.02
 _GOING = frozenset({"draining", "destroying"})
 _COMING = frozenset({"rebuilding", "rebuilt"})
 _CAN_OPEN = frozenset({"open", "closed", "drained", "rebuilt"})
@@ -69,11 +71,19 @@ class Cut:
     async def _take(self) -> None:
         self._check(await self.ask())
         reports, version, sent = await self._order("cut"), 0, Targets()
-        pause = 0.0005
+        pause, clock = 0.0005, asyncio.get_running_loop().time
+        changed = clock()
         while not (version and reached(reports, version, sent)):
             wanted = targets(reports)
             if wanted != sent or not version:
-                version, sent, pause = version + 1, wanted, 0.0005
+                version, sent, pause, changed = version + 1, wanted, 0.0005, clock()
+            elif clock() - changed > _PATIENCE_S:
+                # Who is behind may wait for one who is not, by other ways than NCCL: all go on for a moment.
+                version, sent = version + 1, replace(wanted, free=True)
+                await self._order("target", sent.pairs_of_frame(version))
+                await asyncio.sleep(_MOMENT_S)
+                reports = await self.ask()
+                continue
             self._stuck = incomplete(reports) or "a rank is behind"
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, 0.02)
