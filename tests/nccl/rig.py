@@ -207,4 +207,6 @@ async def one_cut(
 
 
 async def _connect(ranks: NodeRanks, sockets: list[Path], pids: list[int]) -> None:
-    ranks.links = [await Link.connect(path, pid, os.getuid()) for path, pid in zip(sockets, pids, strict=True)]
+    ranks.links = []
+    for path, pid in zip(sockets, pids, strict=True):
+        ranks.links.append(await Link.connect(path, pid, os.getuid()))
