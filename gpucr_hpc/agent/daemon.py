@@ -15,7 +15,7 @@ from pathlib import Path
 
 from gpucr_hpc import log as logging
 from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import metrics, peers
+from gpucr_hpc.agent import journal, metrics, peers, supervision
 from gpucr_hpc.agent.clock import Clock
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.control import Control
@@ -54,7 +54,7 @@ class Agent:
             try:
                 if state is None:
                     await discard(run_dir.job, run_dir, None)
-                elif await job.adopt(state):
+                elif await journal.adopt(job, state):
                     self.jobs[job.job] = job
             except (GpucrError, OSError) as error:
                 log.error("job not adopted", job=run_dir.job, error=str(error))
@@ -108,11 +108,11 @@ class Agent:
             log.warning("foreign supervisor refused", job=name, uid=supervisor.uid)
             return
         try:
-            await job.hello(supervisor)
+            await supervision.hello(job, supervisor)
             while (frame := await channel.receive()) is not None:
-                await job.frame(supervisor, frame)
+                await supervision.frame(job, supervisor, frame)
         finally:
-            await asyncio.shield(job.gone(supervisor))
+            await asyncio.shield(supervision.gone(job, supervisor))
             for key in [k for k, j in self.jobs.items() if j.idle]:
                 del self.jobs[key]
 

@@ -1,34 +1,30 @@
-"""One protected job on this node: its capsule, its supervisors, its journal.
+"""One protected job on this node: its state, what watches over it, and its end.
 
-The agent of the batch host (node rank 0) leads: it starts the job's capsules, checkpoints and restores on all nodes
-(lead.py, checkpointing.py, restarting.py). The others obey it (member.py).
+What supervisors say is dealt with in supervision.py, what a restarted agent finds in journal.py. The agent of the batch
+host (node rank 0) leads: it starts the job's capsules, checkpoints and restores on all nodes (lead.py,
+checkpointing.py, restarting.py). The others obey it (member.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
-import signal
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc import slurm, wire
-from gpucr_hpc.agent import checkpointing, gpuword, lead, nccl
+from gpucr_hpc.agent import journal, lead
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import AT_WORK, Phase
 from gpucr_hpc.agent.policy import Policy
-from gpucr_hpc.agent.report import PROGRESS_FILE
-from gpucr_hpc.agent.steps import LAUNCH_VARIABLE, StepOnNode, Steps, environment_of
+from gpucr_hpc.agent.steps import StepOnNode, Steps
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes, network
+from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes
 from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.capsule.processes import descendants, start_time, wait_gone
-from gpucr_hpc.engine.cuda.processes import driver_loaded
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import CoordinationError, GpucrError, SlurmError
+from gpucr_hpc.errors import CoordinationError, GpucrError
 from gpucr_hpc.log import Log
 
 if TYPE_CHECKING:
@@ -37,9 +33,6 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 _LOOK_INTERVAL_S = 0.1
-
-# What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
-_DUMPABLE = {"USE_LIBUV": "0"}  # on nodes with GPUs: PyTorch's TCPStore would use io_uring
 
 
 class ProtectedJob:
@@ -73,7 +66,7 @@ class ProtectedJob:
         self.sample: tuple[float, float] | None = None  # when the job's own progress was first seen, and what it was
         self.timeouts = 0  # how often it went on after its time limit
         self.restore: NodeRestore | None = None  # under way at another node's word
-        self._batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
+        self.batch: list[int | None] = [0, 0]  # pid and start time of the batch step's supervisor
         self._arrived = asyncio.Condition()
         self._failed_step = ""
         self.turn = asyncio.Lock()
@@ -85,33 +78,7 @@ class ProtectedJob:
         """Write the journal from which a restarted agent goes on."""
         if not self.run_dir.path.exists():
             return
-        self.run_dir.save(
-            {
-                "job": self.job,
-                "phase": self.phase,
-                "uid": self.uid,
-                "gid": self.gid,
-                "groups": self.groups,
-                "run": self.run,
-                "node_rank": self.node_rank,
-                "tasks": sorted(self.tasks),
-                "geometry": None if self.geometry is None else dataclasses.asdict(self.geometry),
-                "store_root": self.store_root,
-                "capsule": None if self.capsule is None else dataclasses.asdict(self.capsule),
-                "supervisor": self._batch,
-                "excluded": self.excluded,
-                "user_recipients": self.user_recipients,
-                "script": self.script,
-                "paths_of": self.paths_of,
-                "shape": self.shape,
-                "last": self.last,
-                "gpu_word": self.gpu_word,
-                "policy": self.policy.as_dict(),
-                "times": self.times.as_dict(),
-                "timeouts": self.timeouts,
-                **self.steps.state(),
-            }
-        )
+        self.run_dir.save(journal.state_of(self))
 
     def set_phase(self, phase: Phase) -> None:
         self.phase = phase
@@ -121,67 +88,6 @@ class ProtectedJob:
     def leaving(self) -> bool:
         """The job goes from this node, or has gone: what ends now ends because of that."""
         return self.phase in (Phase.REQUEUEING, Phase.LEAVING) or self.capsule is None
-
-    async def adopt(self, state: dict[str, Any]) -> bool:
-        """Take over a capsule that an earlier agent made; False when nothing of it is left to keep.
-
-        A dump that was under way has been undone by CRIU itself, since it lost its hook and its stream; here
-        we wait for its end and open the network again. A restore that was under way has ended one way or the other.
-        """
-        self.uid, self.gid, self.run = state["uid"], state["gid"], state["run"]
-        self.groups, self.node_rank = tuple(state["groups"]), state["node_rank"]
-        self.store_root, self.last = state["store_root"], state["last"]
-        self.excluded, self.user_recipients = state["excluded"], state.get("user_recipients", "")
-        self.script, self.paths_of = state.get("script", ""), state.get("paths_of", self.job)
-        self.shape = state.get("shape", {})
-        self.gpu_word = state.get("gpu_word", False)
-        self.policy, self.times = Policy.from_dict(state.get("policy", {})), Times(**state.get("times", {}))
-        self.timeouts = state.get("timeouts", 0)
-        if state["geometry"]:
-            self.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
-        self.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
-        self.steps.adopt(state)
-        phase = Phase(state["phase"])
-        self.tasks, self._batch = set(state["tasks"]), state["supervisor"]
-        if self.capsule is not None and not self.capsule.alive():
-            self.capsule = None
-        if self.capsule and (phase is Phase.REQUEUEING or self.node_rank != 0):
-            phase = await self._phase_by_slurm(phase)
-        alone = self.geometry is not None and len(self.geometry.nodes) == 1
-        if self.capsule and phase is Phase.RESTORING and alone and await checkpointing.restored(self.capsule):
-            phase = Phase.RUNNING  # of several nodes all begin the restore once more: no part is of use alone
-        gone = self.capsule is None or not self.capsule.alive() or not self._batch_lives()
-        if gone or phase in (Phase.RESTORING, Phase.NEW, Phase.LEAVING):
-            log.info("remains of a job removed", job=self.job, phase=phase)
-            self.steps.stop()
-            await discard(self.job, self.run_dir, self.capsule)
-            self.capsule = None
-            return False
-        assert self.capsule is not None
-        await checkpointing.settle(self.capsule, self.run_dir, self.context.config.cuda)
-        await network.unlock(self.job)
-        self.set_phase(Phase.RUNNING)
-        await self.steps.connect()
-        for step in self.steps.steps.values():
-            self.spawn(self.steps.watch(step))
-        self.spawn(self.watch())
-        self.spawn(self.watch_capsule())
-        if self.node_rank == 0:
-            self.spawn(gpuword.watch(self))
-            if self.run_dir.quiet.exists():
-                self.spawn(nccl.bring_back(self))
-        log.info("job found again", job=self.job, init_pid=self.capsule.init_pid)
-        return True
-
-    async def _phase_by_slurm(self, phase: Phase) -> Phase:
-        try:
-            info = await slurm.job(self.job)
-        except SlurmError as error:
-            log.warning("slurmctld does not answer, job kept", job=self.job, error=str(error))
-            return Phase.RUNNING
-        if not info.running or info.restarts > self.run:
-            return Phase.LEAVING
-        return Phase.RUNNING if phase is Phase.REQUEUEING else phase
 
     # --- workers and other nodes ------------------------------------------------------------------------
 
@@ -207,100 +113,30 @@ class ProtectedJob:
 
     # --- HELLO ------------------------------------------------------------------------------------------
 
-    async def hello(self, supervisor: Supervisor) -> None:
-        """A supervisor is there: start its task, attach it, or tell it to go."""
-        if supervisor.key == "batch":
-            await self._end_earlier_run(supervisor)
-            async with self.turn:
-                self.supervisors["batch"] = supervisor
-                self._batch = [supervisor.pid, start_time(supervisor.pid)]
-                await self._hello_batch(supervisor)
-        else:  # no turn: a restore, begun by the batch supervisor's word, waits for these
-            await self._hello_step(supervisor)
-        async with self._arrived:
-            self._arrived.notify_all()
-
-    async def _end_earlier_run(self, supervisor: Supervisor) -> None:
-        """Remove what an earlier run has left here, as lead or as member: its capsule is not that of the new run."""
-        if supervisor.hello.int("RESTART") <= self.run:
+    async def place(self, supervisor: Supervisor, nspid: int, *, whole_tree: bool) -> None:
+        """Move a task (pid inside the namespace), with whole_tree all its descendants, to its supervisor."""
+        assert self.capsule is not None
+        processes = namespace_processes(self.capsule.init_pid)
+        task = next((p for p in processes if p.nspid == nspid), None)
+        if task is None:
             return
-        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING) and supervisor.lives():
-            await asyncio.sleep(_LOOK_INTERVAL_S)  # it is being undone, or leaves
-        await self.clear()
-
-    async def _hello_batch(self, supervisor: Supervisor) -> None:
-        again = supervisor.hello.get("MODE") == "again"
-        if self.phase is Phase.LEAVING:
-            await supervisor.release("")
-        elif self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
-            pass  # the end of the checkpoint tells it what to do
-        elif self.capsule is not None and self.capsule.alive():
-            self.save()
-            await self._admit(supervisor)
-            if supervisor.hello.int("NOTICE"):
-                self.spawn(lead.notice(self, supervisor, supervisor.hello.int("NOTICE")))
-            elif again:
-                self.spawn(lead.missed(self))
-        elif again:
-            await lead.without_capsule(self, supervisor)
-        else:
-            await lead.begin(self, supervisor)
-
-    async def _hello_step(self, supervisor: Supervisor) -> None:
-        """The supervisor of a step's task. Its key must be one that was announced to this node."""
-        key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
-        step = self.steps.on_node.get(key)
-        if self.phase is Phase.LEAVING:
-            await supervisor.release("")
-            return
-        if step is None or self.capsule is None or not _of_launch(supervisor.pid, step):
-            await supervisor.refuse("this step does not belong to a protected job on this node", 1)
-            return
-        if rank in step.ended:
-            await supervisor.refuse("", lead.exit_code(step.ended[rank]))
-            return
-        with_tasks = environment_of(supervisor.pid).get("SLURM_STEP_NUM_TASKS", "")
-        step.tasks = int(with_tasks) if with_tasks.isdigit() else step.tasks
-        self.supervisors[supervisor.key] = supervisor
-        if self.phase in AT_WORK:
-            await self._admit(supervisor)
-
-    async def _admit(self, supervisor: Supervisor) -> None:
-        """The capsule runs: the supervisor is attached already, its task waits for it, or is to be started."""
-        if supervisor.hello.int("ATTACHED"):
-            await supervisor.ok()
-        elif supervisor.key in self.tasks:
-            await self.attach(supervisor, "", restored=False)
-        else:
-            await self.start_task(supervisor, "")
-
-    async def start_task(self, supervisor: Supervisor, message: str) -> None:
-        """Let a supervisor start its task in the capsule."""
-        step = self.steps.on_node.get(supervisor.hello.get("STEP"))
-        await supervisor.start(
-            self.run_dir.shepherd_socket,
-            self._env(supervisor.pid),
-            message,
-            stdio=step.stdio if step else "",
-            token=step.token if step else "",
-        )
-        self.tasks.add(supervisor.key)  # not before: a supervisor that has heard START ignores a second one
-        self.save()
+        moved = [task, *descendants(processes, task.pid)] if whole_tree else [task]
+        for process in moved:
+            try:
+                cgroup.place(process.pid, like=supervisor.pid)
+                if whole_tree:  # at its start a task binds itself
+                    cgroup.bind(process.pid, like=supervisor.pid)
+            except (GpucrError, OSError) as error:
+                log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 
     async def attach(self, supervisor: Supervisor, message: str, *, restored: bool) -> None:
         """Let a supervisor take over the stdio of its running task."""
         await supervisor.attach(self.run_dir.shepherd_socket, message, restored=restored)
 
-    def _env(self, pid: int) -> dict[str, str]:
-        """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
-        env = {"GPUCR_CAPSULE": self.job, "GPUCR_SHEPHERD": self.run_dir.shepherd_socket}
-        env["GPUCR_PROGRESS"] = PROGRESS_FILE
-        own = environment_of(pid)
-        if driver_loaded():
-            env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
-        if self.geometry is not None and self.geometry.names != self.geometry.nodes:
-            env |= {k: v for k, v in lead.virtual_names(self.geometry, self.node_rank).items() if k in own}
-        return env
+    async def arrived(self) -> None:
+        """A supervisor has come: a restore may wait for it."""
+        async with self._arrived:
+            self._arrived.notify_all()
 
     async def all_expected(self) -> None:
         """Wait until the supervisors of every task that comes back are here."""
@@ -335,83 +171,9 @@ class ProtectedJob:
 
     # --- frames of a running supervisor -----------------------------------------------------------------
 
-    async def frame(self, supervisor: Supervisor, frame: wire.Frame) -> None:
-        """Anything a supervisor says after HELLO."""
-        if frame.type is wire.Type.PLACE:
-            await self.place(supervisor, frame.int("PID"), whole_tree=False)
-            await supervisor.placed(frame.get("TASK"))
-        elif frame.type is wire.Type.NOTICE:
-            if supervisor.key == "batch":
-                self.spawn(lead.notice(self, supervisor, frame.int("SIGNAL")))
-            elif self.leaving:
-                await supervisor.absorb(frame.int("SIGNAL"))
-            else:
-                self.spawn(lead.step_notice(self, supervisor, frame.int("SIGNAL")))
-        elif frame.type is wire.Type.ENDED:
-            if supervisor.key == "batch":
-                self.spawn(lead.ended(self, supervisor, frame.int("STATUS"), bool(frame.int("NOTICE"))))
-            else:
-                step = self.steps.on_node.get(supervisor.hello.get("STEP"))
-                if step is not None:
-                    step.ended[supervisor.hello.int("RANK")] = frame.int("STATUS")
-                    self.save()
-                await supervisor.ok()
-
-    async def place(self, supervisor: Supervisor, nspid: int, *, whole_tree: bool) -> None:
-        """Move a task (pid inside the namespace), with whole_tree all its descendants, to its supervisor."""
-        assert self.capsule is not None
-        processes = namespace_processes(self.capsule.init_pid)
-        task = next((p for p in processes if p.nspid == nspid), None)
-        if task is None:
-            return
-        moved = [task, *descendants(processes, task.pid)] if whole_tree else [task]
-        for process in moved:
-            try:
-                cgroup.place(process.pid, like=supervisor.pid)
-                if whole_tree:  # at its start a task binds itself
-                    cgroup.bind(process.pid, like=supervisor.pid)
-            except (GpucrError, OSError) as error:
-                log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
-
-    async def gone(self, supervisor: Supervisor) -> None:
-        """A supervisor's connection ended. The end of the batch script's is the end of the job here."""
-        known = self.supervisors.get(supervisor.key) is supervisor  # and not one that was sent away
-        if known:
-            del self.supervisors[supervisor.key]
-        if supervisor.key == "batch":
-            self.spawn(self.watch())
-            return
-        if known and self.phase is Phase.RESTORING:
-            await self.step_failed(f"the supervisor of task {supervisor.key} on {self.context.node} ended")
-        if not self.supervisors and self.phase in AT_WORK and self.capsule is not None and not self.capsule.alive():
-            self.spawn(self.discard())  # the batch supervisor has gone before, when a checkpoint was under way
-            return
-        self.spawn(self._task_lost(supervisor))
-
-    async def _task_lost(self, supervisor: Supervisor) -> None:
-        """A step's supervisor that was killed has told nothing of its task: for Slurm that is dead, so it must end."""
-        await wait_gone(supervisor.pid)
-        while self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.RESTORING):
-            await asyncio.sleep(_LOOK_INTERVAL_S)
-        key, rank = supervisor.hello.get("STEP"), supervisor.hello.int("RANK")
-        step = self.steps.on_node.get(key)
-        if self.phase not in AT_WORK or self.capsule is None or supervisor.key in self.supervisors:
-            return
-        if step is None or rank in step.ended or supervisor.key not in self.tasks:
-            return
-        log.warning("supervisor was killed, its task ends", job=self.job, task=supervisor.key)
-        step.ended[rank] = signal.SIGKILL
-        self.save()
-        try:
-            channel = await wire.connect(self.run_dir.shepherd_socket)
-        except OSError:
-            return  # the capsule has ended
-        await channel.send(wire.make(wire.Type.SIGNAL, TASK=supervisor.key, SIGNAL=int(signal.SIGKILL)))
-        channel.close()
-
-    def _batch_lives(self) -> bool:
+    def batch_lives(self) -> bool:
         """Other nodes than the first have no batch supervisor: there the lead tells the end."""
-        pid, start = self._batch
+        pid, start = self.batch
         return self.node_rank != 0 or (bool(pid) and start_time(pid or 0) == start)
 
     async def watch(self) -> None:
@@ -421,8 +183,8 @@ class ProtectedJob:
         """
         if self.node_rank != 0:
             return
-        if self._batch_lives():
-            await wait_gone(self._batch[0] or 0)
+        if self.batch_lives():
+            await wait_gone(self.batch[0] or 0)
         if "batch" in self.supervisors or self.capsule is None:
             return
         if self.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING):
@@ -546,11 +308,3 @@ class ProtectedJob:
     def may(self, uid: int, operators: set[int]) -> bool:
         """Whether a local user may act on this job."""
         return uid in (0, self.uid, os.geteuid()) or uid in operators
-
-
-def _of_launch(pid: int, step: StepOnNode) -> bool:
-    """Whether a supervisor belongs to the step's present srun, not to one of a restore that was given up."""
-    try:
-        return not step.launch or environment_of(pid).get(LAUNCH_VARIABLE) == step.launch
-    except OSError:
-        return False  # it has ended

@@ -8,7 +8,17 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import batchscript, checkpointing, claims, cloning, gpuword, peers, recipients, restarting
+from gpucr_hpc.agent import (
+    batchscript,
+    checkpointing,
+    claims,
+    cloning,
+    gpuword,
+    peers,
+    recipients,
+    restarting,
+    supervision,
+)
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.metrics import METRICS
@@ -194,7 +204,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     await job.steps.connect()
     job.keep_ready()
     log.info("capsule built", job=job.job, init_pid=job.capsule.init_pid, nodes=len(job.geometry.nodes))
-    await job.start_task(supervisor, message)
+    await supervision.start_task(job, supervisor, message)
     job.spawn(gpuword.watch(job))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpucr_hpc.agent import job as job_module
+from gpucr_hpc.agent import supervision
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.errors import CoordinationError
@@ -35,7 +35,7 @@ def gone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def wait_gone(_pid: int) -> None:
         pass
 
-    monkeypatch.setattr(job_module, "wait_gone", wait_gone)
+    monkeypatch.setattr(supervision, "wait_gone", wait_gone)
 
 
 def test_the_attempt_is_given_up_at_once(tmp_path: Any) -> None:
@@ -46,7 +46,7 @@ def test_the_attempt_is_given_up_at_once(tmp_path: Any) -> None:
         killed = job.supervisors["s.0"] = supervisor("s.0")
         waiting = asyncio.ensure_future(job.all_expected())
         await asyncio.sleep(0)
-        await job.gone(killed)
+        await supervision.gone(job, killed)
         with pytest.raises(CoordinationError, match=r"task s\.0 on n2"):
             await asyncio.wait_for(waiting, 10)
         job.phase = Phase.NEW
@@ -61,7 +61,7 @@ def test_one_that_was_sent_away_harms_no_later_attempt(tmp_path: Any) -> None:
         job = restoring(tmp_path)
         old = supervisor("s.0")
         job.supervisors = {key: supervisor(key) for key in ("s.0", "s.1")}
-        await job.gone(old)
+        await supervision.gone(job, old)
         await asyncio.wait_for(job.all_expected(), 10)
         job.phase = Phase.NEW
 

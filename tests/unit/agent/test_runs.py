@@ -12,6 +12,7 @@ import pytest
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent import job as job_module
+from gpucr_hpc.agent import supervision
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.member import MemberSession
 from gpucr_hpc.agent.noderestore import NodeRestore
@@ -67,7 +68,7 @@ def discarded(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         seen.append(capsule)
 
     monkeypatch.setattr(job_module, "discard", discard)
-    monkeypatch.setattr(job_module, "start_time", lambda _pid: 1)
+    monkeypatch.setattr(supervision, "start_time", lambda _pid: 1)
     return seen
 
 
@@ -79,7 +80,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     async def begin(job: ProtectedJob, _supervisor: object) -> None:
         seen.append(job.capsule)
 
-    monkeypatch.setattr(job_module.lead, "begin", begin)
+    monkeypatch.setattr(supervision.lead, "begin", begin)
     return seen
 
 
@@ -91,7 +92,7 @@ def test_a_new_run_begins_without_the_capsule_of_the_last(
     old = Capsule(lives)
     job = job_of(tmp_path, run=1, capsule=old)
     sruns = job.steps
-    asyncio.run(job.hello(batch(restart=2)))
+    asyncio.run(supervision.hello(job, batch(restart=2)))
     assert (discarded, begun) == ([old], [None])
     assert job.steps is not sruns
 
@@ -102,7 +103,7 @@ def test_a_new_run_waits_for_the_end_of_a_checkpoint(
     async def run() -> None:
         job = job_of(tmp_path, run=0, capsule=Capsule())
         job.phase = Phase.CHECKPOINTING
-        hello = asyncio.ensure_future(job.hello(batch(restart=1)))
+        hello = asyncio.ensure_future(supervision.hello(job, batch(restart=1)))
         await asyncio.sleep(0)
         assert (discarded, begun) == ([], [])
         job.phase = Phase.RUNNING
@@ -116,14 +117,14 @@ def test_the_same_run_keeps_its_capsule(tmp_path: Path, discarded: list[object],
     """A supervisor that has lost its agent for a moment."""
     attached: list[object] = []
 
-    async def admit(supervisor: object) -> None:
+    async def admit(_job: object, supervisor: object) -> None:
         attached.append(supervisor)
 
     job = job_of(tmp_path, run=2, capsule=Capsule(), node_rank=0)
-    monkeypatch.setattr(job, "_admit", admit)
+    monkeypatch.setattr(supervision, "_admit", admit)
     monkeypatch.setattr(job, "save", lambda: None)
     again = batch(restart=2)
-    asyncio.run(job.hello(again))
+    asyncio.run(supervision.hello(job, again))
     assert (discarded, attached) == ([], [again])
 
 
@@ -183,15 +184,15 @@ def test_the_last_supervisor_takes_a_dead_capsule_along(
 ) -> None:
     """The batch supervisor's end came in the middle of a checkpoint, whose undo found the step's still there."""
 
-    async def lost(_supervisor: object) -> None:
+    async def lost(_job: object, _supervisor: object) -> None:
         pass
 
     async def run() -> None:
         job = job_of(tmp_path, run=0, capsule=Capsule(lives), node_rank=0)
-        monkeypatch.setattr(job, "_task_lost", lost)
+        monkeypatch.setattr(supervision, "_task_lost", lost)
         step = SimpleNamespace(key="s.0")
         job.supervisors = {"s.0": step}  # type: ignore[dict-item]
-        await job.gone(step)  # type: ignore[arg-type]
+        await supervision.gone(job, step)  # type: ignore[arg-type]
         await asyncio.gather(*job._tasks)
 
     asyncio.run(run())
