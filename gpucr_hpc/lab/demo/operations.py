@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -79,27 +80,24 @@ class Drain(Show):
         counters = [self.submit("alice", "counter.sh", str(steps), str(pause_s)) for _ in range(2)]
         words = ("iterate.sh", "300", "8", "0.2")
         iterates = [self.submit("alice", *words) for _ in range(2)]
-        plain = self.submit("bob", "-o", "/dev/null", "--wrap", "sleep 60")
         protected = [*rings, *counters, *iterates]
-        wait_until(lambda: all(self._runs(job) for job in [*protected, plain]), 60, "all jobs")
+        wait_until(lambda: all(self._runs(job) for job in protected), 60, "all jobs")
         self._only(nodes)
         reference = self.submit("alice", "-w", nodes[-1], *words)
+        signs = (("iteration 0 of", rings), ("step 5\n", counters), ("step 5 of", iterates))
+        for sign, job in ((sign, job) for sign, jobs in signs for job in jobs):
+            self._says(job, sign, 90)
+        # Last, since the end of it is waited for: it must not come before the command.
+        plain = self.submit("bob", "-w", node, "-o", "/dev/null", "--wrap", "sleep 60")
+        wait_until(lambda: self._runs(plain), 60, "the unprotected job")
         here = [job for job in [*protected, plain] if node in lab.hostnames(lab.job(job)["nodes"])]
         self.say(f"on {node}: MPI jobs {rings}, counters {counters}, iterations {iterates}, unprotected {plain}")
         if len(here) != 7:
             raise LabError(reason=f"only jobs {here} are on {node}")
-        for job in [*rings, *counters, *iterates]:
-            sign = {"ring": "iteration 0 of", "counter": "step 5\n", "iterate": "step 5 of"}[self._kind(job)]
-            self._says(job, sign, 90)
         events = {job: Events(lab) for job in protected}
         argv = ["gpucr", "drain", node, "--reason", "demo", "--deadline", f"{self.deadline_s}s", "--json"]
         self.say(f"root on {nodes[1]}: {' '.join(argv)}")
-        done = lab.exec(nodes[1], argv, check=False)
-        if not done.stdout.startswith("{"):
-            raise LabError(reason=f"gpucr drain: {done.stderr.strip()}")
-        for line in done.stderr.splitlines():
-            self.say(f"  {line}")
-        report = json.loads(done.stdout)
+        report = self._order(nodes[1], argv)
         empty_state = lab.node_states()[node]
         self.say(f"{node} is {empty_state} after {report['took_s']} s")
         for job in [*protected, reference]:
@@ -132,6 +130,20 @@ class Drain(Show):
         ]
 
     # --- steps of it --------------------------------------------------------------------------------------
+
+    def _order(self, node: str, argv: Sequence[str]) -> dict[str, Any]:
+        """Give a command at a node and tell what it says while it works; its JSON."""
+        pipe, said = subprocess.PIPE, ""
+        with subprocess.Popen(self.lab.exec_argv(node, argv), stdout=pipe, stderr=pipe, text=True) as command:
+            assert command.stderr is not None
+            assert command.stdout is not None
+            for said in command.stderr:
+                self.say(f"  {said.rstrip()}")
+            text = command.stdout.read()
+        if not text.startswith("{"):
+            raise LabError(reason=f"{' '.join(argv[:2])}: {said.strip()}")
+        report: dict[str, Any] = json.loads(text)
+        return report
 
     def _lost_work_s(self, job: int, events: Events) -> float:
         events.poll(job)
