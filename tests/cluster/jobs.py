@@ -308,19 +308,19 @@ def configured(lab: Lab, extra: str, nodes: Sequence[str] = ()) -> Iterator[None
 @contextmanager
 def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
     """One more line in every slurm.conf while the test runs."""
-    paths = [lab.root(node) / "etc/slurm/slurm.conf" for node in lab.nodes()]
-    before = paths[0].read_text()
-    try:
-        for path in paths:
-            path.write_text(before + line + "\n")
+
+    def write(text: str) -> None:
+        for node in lab.nodes():  # one that was started anew has its files in another place
+            (lab.root(node) / "etc/slurm/slurm.conf").write_text(text)
         lab.exec("ctl", ["scontrol", "reconfigure"])
         lab.wait_ready(lab.nodes()[1:])
+
+    before = (lab.root("ctl") / "etc/slurm/slurm.conf").read_text()
+    try:
+        write(before + line + "\n")
         yield
     finally:
-        for path in paths:
-            path.write_text(before)
-        lab.exec("ctl", ["scontrol", "reconfigure"])
-        lab.wait_ready(lab.nodes()[1:])
+        write(before)
 
 
 @contextmanager
