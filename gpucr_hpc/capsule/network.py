@@ -164,6 +164,7 @@ def _add_tunnel(
         vxlan_port=config.vxlan_port,
         vxlan_local=local,
         vxlan_learning=0,
+        vxlan_udp_csum=0,  # what is inside has checksums of its own, and some NICs segment no tunnel with a second one
     )
     (index,) = host.link_lookup(ifname=name)
     try:

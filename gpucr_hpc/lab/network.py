@@ -2,7 +2,8 @@
 
 A protected and an unprotected job run on the same two nodes and take turns: one round of the one, one of the other. So
 both meet the same machine, whatever else it does. TCP segments are of one size in both: what fits into a frame of the
-capsule's network, whose MTU is smaller by the tunnel's headers.
+capsule's network, whose MTU is smaller by the tunnel's headers. TCP's congestion control is the machine's; the report
+names it, since one that paces (bbr) sends at times of its own.
 
 Both nodes are on one machine: the kernel does the work of every link, of both ends, in the sender's system calls, and
 the receiver only adds a copy. So what the busier task (as a rule the sender) takes of its processor for a byte bounds
@@ -32,7 +33,7 @@ _SEGMENT_BYTES = 1500 - 50 - 52  # Ethernet, less the tunnel, less IP and TCP wi
 _ROUND_LIMIT_S = 5
 
 
-def measure(lab: Lab, rounds: int, segment_bytes: int) -> dict[str, Any]:
+def measure(lab: Lab, rounds: int, segment_bytes: int, congestion_control: str) -> dict[str, Any]:
     """Throughput as a ratio inside / outside of the rounds' pairs, and the round trip's difference in microseconds."""
     home = lab.state / HOMES.lstrip("/") / "alice"
     shutil.copyfile(network_pair.__file__, home / "network_pair.py")
@@ -43,19 +44,20 @@ def measure(lab: Lab, rounds: int, segment_bytes: int) -> dict[str, Any]:
     jobs = []
     try:
         for me, options in ((0, []), (1, ["--checkpoint-on-preempt"])):
-            words = f"{rounds + _WARM_UP_ROUNDS} network-turn {me} {1 - me} {segment_bytes}"
+            words = f"{rounds + _WARM_UP_ROUNDS} network-turn {me} {1 - me} {segment_bytes} {congestion_control}"
             script = f"#!/bin/bash\nsrun --ntasks=2 --nodes=2 python3 network_pair.py {words}\n"
             where = ["-w", nodes, "--nodes=2", "--ntasks-per-node=1", "--output=network-%j.out"]
             jobs.append(lab.sbatch(script, "alice", *where, *options))
         for job in jobs:
             lab.wait_job(job, "COMPLETED", timeout_s=60 + _ROUND_LIMIT_S * rounds)
-        outside, inside = (read(home / f"network-{job}.out") for job in jobs)
+        (outside, control), (inside, _) = (read(home / f"network-{job}.out") for job in jobs)
     finally:
         turn.unlink()
     rates = [b[0] / a[0] for a, b in zip(outside, inside, strict=True)]
     bounds = [a[1] / b[1] for a, b in zip(outside, inside, strict=True)]
     added = [1e6 * (b[2] - a[2]) for a, b in zip(outside, inside, strict=True)]
     report: dict[str, Any] = {"type": "network", "rounds": len(rates), "segment_bytes": segment_bytes}
+    report["congestion_control"] = control
     for place, found in (("outside", outside), ("inside", inside)):
         rate, used, trip = (statistics.median(values) for values in zip(*found, strict=True))
         report[f"{place}_bytes_per_s"] = round(rate)
@@ -76,15 +78,16 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[low], ordered[len(ordered) - 1 - low]
 
 
-def read(output: Path) -> list[tuple[float, ...]]:
-    """What each round measured (network_pair.measure), without the first ones. Raises LabError for a job that failed or
-    was not protected."""
+def read(output: Path) -> tuple[list[tuple[float, ...]], str]:
+    """What each round measured (network_pair.measure), without the first ones, and TCP's congestion control. Raises
+    LabError for a job that failed or was not protected."""
     text = output.read_text()
     lines = [line.split() for line in text.splitlines()]
     if "without protection" in text or ["END"] not in lines:
         raise LabError(reason=f"a job failed, or was not protected: {text[-500:]}")
     found = [tuple(map(float, words[1:])) for words in lines if words[:1] == ["ROUND"]]
-    return found[_WARM_UP_ROUNDS:]
+    control = "".join(words[1] for words in lines if words[:1] == ["CONTROL"])
+    return found[_WARM_UP_ROUNDS:], control
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -92,11 +95,12 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="measure_network", description="Cost of the job's network (root).")
     parser.add_argument("--rounds", type=int, default=200, help="pairs of rounds (200)")
     parser.add_argument("--segment-bytes", type=int, default=_SEGMENT_BYTES, help=f"of TCP ({_SEGMENT_BYTES})")
+    parser.add_argument("--congestion-control", default="", metavar="NAME", help="of TCP (the machine's)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
     try:
         with Lab().at_hand(2) as lab:
-            report = measure(lab, max(4, options.rounds), options.segment_bytes)
+            report = measure(lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)
     except GpucrError as error:
         print(f"measure_network: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -107,7 +111,7 @@ def main(args: Sequence[str] | None = None) -> int:
         low, high = report[f"{name}_interval"]
         return f"{report[f'{name}_median']} (median of {report['rounds']} pairs, 95 % interval {low} to {high})"
 
-    print(f"throughput: {outside:.2f} GB/s outside, {inside:.2f} GB/s inside a capsule")
+    print(f"throughput: {outside:.2f} GB/s outside, {inside:.2f} GB/s inside a capsule, {report['congestion_control']}")
     print(f"  inside / outside: {median('ratio')}")
     print(f"processor time of the busier task: {spent[0]} ns/KiB outside, {spent[1]} ns/KiB inside")
     print(f"  outside / inside: {median('processor_ratio')}")

@@ -1,9 +1,10 @@
 """Two tasks on two nodes that measure the network between them, run as a job. Standard library only.
 
-usage: network_pair.py ROUNDS TURN_FILE ME OTHER SEGMENT_BYTES. Rank 1 sends, rank 0 answers. Rank 1 waits for its turn
-before each round: the first byte of TURN_FILE is ME; afterwards it writes OTHER there. So a protected and an
-unprotected pair take turns on the same nodes. Each round prints the bytes a second of one transfer, the processor time
-a byte of the task that took more, and the median round trip of short messages; all with segments of SEGMENT_BYTES.
+usage: network_pair.py ROUNDS TURN_FILE ME OTHER SEGMENT_BYTES [CONGESTION_CONTROL]. Rank 1 sends, rank 0 answers.
+Rank 1 waits for its turn before each round: the first byte of TURN_FILE is ME; afterwards it writes OTHER there. So a
+protected and an unprotected pair take turns on the same nodes. Each round prints the bytes a second of one transfer,
+the processor time a byte of the task that took more, and the median round trip of short messages; all with segments of
+SEGMENT_BYTES.
 """
 
 from __future__ import annotations
@@ -78,28 +79,31 @@ def measure(connection: socket.socket) -> tuple[float, float, float]:
     return rate, used, statistics.median(trips)
 
 
-def prepared(sock: socket.socket, segment_bytes: int) -> socket.socket:
+def prepared(sock: socket.socket, segment_bytes: int, congestion_control: str) -> socket.socket:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, segment_bytes)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if congestion_control:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion_control.encode())
     return sock
 
 
 def main() -> None:
-    rounds, turn_file, me, other, segment_bytes = sys.argv[1:]
+    rounds, turn_file, me, other = sys.argv[1:5]
+    segment_bytes, congestion_control = int(sys.argv[5]), "".join(sys.argv[6:])
     rank = int(os.environ["SLURM_PROCID"])
     processors = sorted(os.sched_getaffinity(0) | set(range(os.cpu_count() or 1)))
     os.sched_setaffinity(0, {processors[rank % len(processors)]})  # the same for every pair
     if rank == 0:
-        with prepared(socket.socket(), int(segment_bytes)) as server:
+        with prepared(socket.socket(), segment_bytes, congestion_control) as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("", PORT))
             server.listen()
             connection, _ = server.accept()
-            answer(prepared(connection, int(segment_bytes)))
+            answer(prepared(connection, segment_bytes, congestion_control))
         return
     deadline = time.monotonic() + 30
     while True:
-        connection = prepared(socket.socket(), int(segment_bytes))
+        connection = prepared(socket.socket(), segment_bytes, congestion_control)
         try:
             connection.connect((first_node(), PORT))
             break
@@ -110,6 +114,8 @@ def main() -> None:
             time.sleep(0.05)
     turn = os.open(turn_file, os.O_RDWR)
     print("SEGMENT", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG), flush=True)
+    name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0]
+    print("CONTROL", name.decode(), flush=True)
     for _ in range(int(rounds)):
         while os.pread(turn, 1, 0) != me.encode():
             time.sleep(0.002)

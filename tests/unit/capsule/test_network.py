@@ -23,6 +23,48 @@ with IPRoute() as host:
         host.link("set", index=index, state="up")
         print(wayout._take_slot(job, index, host)[1])
 """
+_TUNNEL = """
+import asyncio, json
+from pyroute2 import IPRoute, NetNS
+from gpucr_hpc.capsule import network
+from gpucr_hpc.config import NetworkConfig
+with IPRoute() as host:
+    host.link("add", ifname="nic", kind="veth", peer="switch")
+    (index,) = host.link_lookup(ifname="nic")
+    host.link("set", index=index, state="up", mtu=9000)
+    host.addr("add", index=index, address="192.0.2.2", prefixlen=24)
+    geometry = network.Geometry(("a", "b"), ("x", "y"), ("192.0.2.1", "192.0.2.2"))
+    asyncio.run(network.create("5", 1, geometry, NetworkConfig(nat=False), locked=False))
+with NetNS(network.namespace_path("5").name) as inside:
+    (link,) = inside.get_links(ifname="job0")
+    data = link.get_attr("IFLA_LINKINFO").get_attr("IFLA_INFO_DATA")
+    print(json.dumps({
+        "mtu": link.get_attr("IFLA_MTU"),
+        "address": [a.get_attr("IFA_ADDRESS") for a in inside.get_addr(index=link["index"], family=2)],
+        **{n: data.get_attr("IFLA_VXLAN_" + n.upper()) for n in ("id", "port", "local", "learning", "udp_csum")},
+    }))
+asyncio.run(network.remove("5"))
+"""
+_OWN_NAMESPACES = ["unshare", "--net", "--mount", "sh", "-c"]
+_OWN_NAMESPACES += ['mount -t tmpfs tmpfs /run && mkdir /run/netns && exec "$@"', "sh"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)")
+def test_tunnel_between_nodes() -> None:
+    """Its MTU is the one of the interface with the node's address, less the headers; it learns nothing; no checksum is
+    put round packets that have their own (RFC 7348, section 5)."""
+    argv = [*_OWN_NAMESPACES, sys.executable, "-c", _TUNNEL]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "mtu": 8950,
+        "address": ["10.200.0.2"],
+        "id": 0x470005,
+        "port": 8474,
+        "local": "192.0.2.2",
+        "learning": 0,
+        "udp_csum": 0,
+    }
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)")
@@ -31,9 +73,7 @@ def test_only_what_leaves_a_job_is_tracked() -> None:
 
     The node translates while there is a job, no longer: then it tracks no connection either."""
     program = Path(__file__).with_name("two_jobs.py")
-    mount = "mount -t tmpfs tmpfs /run && mkdir /run/netns && exec \"$@\""
-    own_namespaces = ["unshare", "--net", "--mount", "sh", "-c", mount, "sh"]
-    command = [*own_namespaces, sys.executable, "-c", program.read_text()]  # `-c`: it finds the package as we do
+    command = [*_OWN_NAMESPACES, sys.executable, "-c", program.read_text()]  # `-c`: it finds the package as we do
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -35,8 +35,8 @@ def test_interval_lies_around_the_median() -> None:
 def test_rounds_are_read_without_the_first_ones(tmp_path: Path) -> None:
     output = tmp_path / "network-1.out"
     rounds = "".join(f"ROUND {n}e9 {n}e-10 {n}e-6\n" for n in range(1, 5))
-    output.write_text(f"SEGMENT 1386\n{rounds}END\n")
-    assert read(output) == [(3e9, 3e-10, 3e-6), (4e9, 4e-10, 4e-6)]
+    output.write_text(f"SEGMENT 1386\nCONTROL reno\n{rounds}END\n")
+    assert read(output) == ([(3e9, 3e-10, 3e-6), (4e9, 4e-10, 4e-6)], "reno")
 
 
 @pytest.mark.parametrize("text", ["ROUND 1 1 1\n", "gpucr: job 1 runs without protection\nROUND 1 1 1\nEND\n"])
