@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.errors import GpucrError, LabError
-from gpucr_hpc.lab import network_pair
+from gpucr_hpc.lab import network_pair, network_path
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.conf import HOMES
 
@@ -95,15 +95,25 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="measure_network", description="Cost of the job's network (root).")
     parser.add_argument("--rounds", type=int, default=200, help="pairs of rounds (200)")
     parser.add_argument("--segment-bytes", type=int, default=_SEGMENT_BYTES, help=f"of TCP ({_SEGMENT_BYTES})")
-    parser.add_argument("--congestion-control", default="", metavar="NAME", help="of TCP (the machine's)")
+    parser.add_argument("--congestion-control", default="", metavar="NAME", help="the machine's (one thread: reno)")
+    parser.add_argument("--one-thread", action="store_true", help="the kernel's way alone, exactly (network_path)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
     try:
         with Lab().at_hand(2) as lab:
-            report = measure(lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)
+            how = network_path.measure if options.one_thread else measure
+            report = how(lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)
     except GpucrError as error:
         print(f"measure_network: error: {error}", file=sys.stderr)
         return error.exit_code
+    (network_path.tell if options.one_thread else tell)(report)
+    if options.json:
+        print(json.dumps(report))
+    return 0
+
+
+def tell(report: dict[str, Any]) -> None:
+    """The report of `measure` in words."""
     outside, inside = (report[f"{where}_bytes_per_s"] / 1e9 for where in ("outside", "inside"))
     spent = [report[f"{where}_processor_ns_per_kib"] for where in ("outside", "inside")]
 
@@ -117,9 +127,6 @@ def main(args: Sequence[str] | None = None) -> int:
     print(f"  outside / inside: {median('processor_ratio')}")
     print(f"round trip: {report['outside_round_trip_us']} us outside, {report['inside_round_trip_us']} us inside")
     print(f"  added, us: {median('added_us')}")
-    if options.json:
-        print(json.dumps(report))
-    return 0
 
 
 if __name__ == "__main__":

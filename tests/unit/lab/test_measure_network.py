@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import shutil
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +50,41 @@ def test_a_job_that_failed_or_was_not_protected_is_no_measurement(tmp_path: Path
     output.write_text(text)
     with pytest.raises(LabError):
         read(output)
+
+
+# Two pairs of namespaces; in the second one each packet meets 2,000 rules.
+_TWO_PLACES = """
+import json, os, subprocess
+from pathlib import Path
+from gpucr_hpc.lab.network_path import compare
+def run(*argv, **more):
+    subprocess.run(argv, check=True, text=True, **more)
+def place(number):
+    ends = [f"{end}{number}" for end in "ab"]
+    for end in ends:
+        run("ip", "netns", "add", end)
+    run("ip", "-n", ends[0], *"link add eth0 type veth peer name eth0 netns".split(), ends[1])
+    for host, end in enumerate(ends, start=1):
+        run("ip", "-n", end, "addr", "add", f"192.0.2.{host}/24", "dev", "eth0")
+        run("ip", "-n", end, "link", "set", "eth0", "up")
+    return [Path("/run/netns", end) for end in ends]
+places = {"outside": place(1), "inside": place(2)}
+rules = "ip ttl 1 drop; " * 2000
+chain = f"table ip t {{ chain c {{ type filter hook input priority 0; {rules} }}; }}"
+run("ip", "netns", "exec", "a2", "nft", "-f", "-", input=chain)
+before = os.stat("/proc/self/ns/net").st_ino
+print(json.dumps(compare(places, 20, 1398, "reno")))
+assert os.stat("/proc/self/ns/net").st_ino == before
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root and ip (network namespaces)")
+def test_one_thread_tells_which_way_is_dearer() -> None:
+    """And where: in the sender's calls, in which the receiving end's rules are met."""
+    own_run = 'mount -t tmpfs tmpfs /run && mkdir /run/netns && exec "$@"'
+    argv = ["unshare", "--net", "--mount", "sh", "-c", own_run, "sh", sys.executable, "-c", _TWO_PLACES]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["inside_sending_ns"] > 1.5 * found["outside_sending_ns"] > 0
+    assert len(found["outside_receiving_ns_of_pairs"]) == len(found["inside_receiving_ns_of_pairs"]) > 1
