@@ -11,15 +11,16 @@ Invalid ELF magic", where the vdso was the first executable mapping.
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
+from gpucr_hpc.engine import protobuf
 from gpucr_hpc.errors import ImageError
 
 PAGE_BYTES = 4096
 PATCHES_STREAM = "patches.json"
-_MAGIC_BYTES = 8
+_ADDRESS, _OLD_PAGES, _IN_PARENT, _FLAGS, _PAGES = 1, 2, 3, 4, 5  # fields of an entry
 _PRESENT = 4  # PE_PRESENT, criu/include/pagemap.h; an entry without flags is present (older images)
 
 Patches = dict[str, list[tuple[int, bytes]]]
@@ -42,51 +43,65 @@ class PageMap:
         return None
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-
-
-def _fields(data: bytes) -> dict[int, int]:
-    """Numeric fields of a protobuf message; pagemap messages have no others."""
-    found: dict[int, int] = {}
-    at = 0
-    while at < len(data):
-        tag, at = _varint(data, at)
-        if tag & 7:
-            raise ImageError(path="pagemap", reason=f"field of wire type {tag & 7}")
-        found[tag >> 3], at = _varint(data, at)
-    return found
-
-
-def _messages(data: bytes) -> Iterator[dict[int, int]]:
-    at = _MAGIC_BYTES
-    while at < len(data):
-        (length,) = struct.unpack_from("<I", data, at)
-        if at + 4 + length > len(data):
-            raise IndexError("cut short")
-        yield _fields(data[at + 4 : at + 4 + length])
-        at += 4 + length
-
-
 def parse(data: bytes) -> PageMap:
     """Read a pagemap image (images/pagemap.proto): a head {1: pages_id}, then entries {1: vaddr, 2: pages as CRIU
     before 4.2 wrote them, 4: flags, 5: pages}. Raises ImageError."""
+    head, entries = _read(data)
+    return PageMap(head[1], tuple(_run(entry) for entry in entries if _present(entry)))
+
+
+def without(data: bytes, taken: Sequence[tuple[int, int]]) -> bytes:
+    """The same image without some pages, whose bytes are taken out of the pages file, too.
+
+    taken: begin and end of their places in the pages file, ascending, at page boundaries. Raises ImageError.
+    """
+    head, entries = _read(data)
+    out = [data[: protobuf.MAGIC_BYTES], protobuf.encode(head)]
+    offset = number = 0
+    for entry in entries:
+        if not _present(entry):
+            out.append(protobuf.encode(entry))
+            continue
+        address, pages = _run(entry)
+        at, end = offset, offset + pages * PAGE_BYTES
+        while at < end:
+            while number < len(taken) and taken[number][1] <= at:
+                number += 1
+            begins, ends = taken[number] if number < len(taken) else (end, end)
+            if begins > at:
+                stop = min(begins, end)
+                field = _PAGES if entry.get(_PAGES) else _OLD_PAGES
+                part = entry | {_ADDRESS: address + at - offset, field: (stop - at) // PAGE_BYTES}
+                out.append(protobuf.encode(part))
+                at = stop
+            else:
+                at = min(ends, end)
+        offset = end
+    return b"".join(out)
+
+
+def _read(data: bytes) -> tuple[dict[int, int], list[dict[int, int]]]:
+    """Head and entries; all of their fields are numbers."""
     try:
-        messages = _messages(data)
-        head = next(messages)
-        runs = tuple(
-            (m[1], m.get(5) or m.get(2, 0)) for m in messages if m.get(4, _PRESENT) & _PRESENT and not m.get(3)
-        )
-    except (IndexError, KeyError, StopIteration, struct.error):
+        found = [
+            {field: values[-1] for field, values in message.items()} for message in protobuf.messages(data, "pagemap")
+        ]
+        head, *entries = found
+        if not all(isinstance(value, int) for message in found for value in message.values()):
+            raise IndexError("no number")
+        if 1 not in head or any(_ADDRESS not in entry for entry in entries):
+            raise IndexError("field is missing")
+    except (IndexError, ValueError):
         raise ImageError(path="pagemap", reason="cannot be read") from None
-    return PageMap(head[1], runs)
+    return cast(dict[int, int], head), cast(list[dict[int, int]], entries)
+
+
+def _present(entry: dict[int, int]) -> bool:
+    return bool(entry.get(_FLAGS, _PRESENT) & _PRESENT) and not entry.get(_IN_PARENT)
+
+
+def _run(entry: dict[int, int]) -> tuple[int, int]:
+    return entry[_ADDRESS], entry.get(_PAGES) or entry.get(_OLD_PAGES, 0)
 
 
 def injected_pages(maps: str) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpucr_hpc.errors import FormatUnknown, IntegrityError, UsageError
@@ -61,6 +61,13 @@ class Stream:
     def chunk(self, number: int) -> Chunk:
         """Chunk number `number`, from 0."""
         return Chunk(*RECORD.unpack_from(self.records, number * RECORD.size))
+
+    def offsets(self) -> Iterator[int]:
+        """Where each chunk begins in the stream, in bytes."""
+        at = 0
+        for record in RECORD.iter_unpack(self.records):
+            yield at
+            at += record[2]
 
 
 @dataclass

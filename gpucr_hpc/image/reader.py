@@ -8,11 +8,9 @@ its tag before any byte of it is written. Chunks are read ahead on a pool, AHEAD
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
-import select
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
@@ -20,7 +18,7 @@ from cryptography.exceptions import InvalidTag
 
 from gpucr_hpc.errors import IntegrityError, ObjectMissing, UsageError
 from gpucr_hpc.image import layout, version1
-from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress, lend
+from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress
 from gpucr_hpc.image.chunks import (
     CHUNK_BYTES,
     INDEX_PACK,
@@ -32,15 +30,13 @@ from gpucr_hpc.image.chunks import (
     nonce,
     unseal,
 )
-from gpucr_hpc.image.files import PlacedFile, default_workers, wait_for, widen_pipe
+from gpucr_hpc.image.files import PlacedFile, default_workers
 from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.pipes import Outlet
 from gpucr_hpc.model import ImageEntry, LinkedPack, PackEntry
 
 #: Chunks of one stream that are read before they are asked for; also its memory in MiB.
 AHEAD = 8
-#: Smaller pieces are copied into a pipe.
-_WORTH_LENDING_BYTES = 64 << 10
-
 _Piece = tuple[memoryview, Buffer]
 _Part = PackEntry | LinkedPack
 
@@ -113,35 +109,40 @@ class ImageReader:
 
     def pieces(self, name: str) -> Iterator[memoryview]:
         """A stream in pieces of at most CHUNK_BYTES, each checked, and valid until the next is asked for."""
-        for piece, buffer in self._pieces(self._stream(name)):
+        for _, piece, buffer in self._pieces(self._stream(name)):
             yield piece
             self._give_back(buffer)
 
     def copy_to_fd(
-        self, name: str, fd: int, patches: Iterable[tuple[int, bytes]] = (), *, lending: bool = False
+        self,
+        name: str,
+        fd: int,
+        patches: Iterable[tuple[int, bytes]] = (),
+        *,
+        lending: bool = False,
+        without: Container[int] = (),
     ) -> int:
-        """Write a stream to a pipe or file; its size. The caller closes fd, which is the end of the stream.
+        """Write a stream to a pipe or file; the bytes written. The caller closes fd, which is the end of the stream.
 
-        patches: offset and bytes that take the place of the stream's own. lending: the other end of the pipe copies
-        what it reads; one that splices pages on would see them change.
+        patches, lending: as Outlet has them. without: numbers of chunks that are left out.
 
         A damaged chunk raises IntegrityError before any byte of it is written. Raises BrokenPipeError when
         the other side has closed, OSError (of the descriptor), UsageError (no such stream).
         """
-        stream = self._stream(name)
-        slots = widen_pipe(fd) // mmap.PAGESIZE
-        pipe = Lender(fd, slots, self._buffers) if slots and lending else None
-        position = 0
-        for piece, buffer in self._pieces(stream):
-            size = len(piece)
-            touched = [patch for patch in patches if patch[0] < position + size and position < patch[0] + len(patch[1])]
-            if pipe is not None and not touched and size >= _WORTH_LENDING_BYTES:
-                pipe.put(buffer, size)
-            else:
-                write_all(fd, _patched(piece, position, touched) if touched else piece)
-                self._give_back(buffer)
-            position += size
-        return stream.size_bytes
+        outlet = Outlet(fd, self._buffers, patches, lending=lending)
+        written = 0
+        for position, piece, buffer in self._pieces(self._stream(name), without):
+            written += len(piece)
+            outlet.put(position, piece, buffer)
+        return written
+
+    def use(self, name: str, number: int, what: Callable[[memoryview], None]) -> None:
+        """Hand one chunk of a stream, checked, to a function that is done with it when it returns; on this thread."""
+        piece, buffer = self._fetch(self._stream(name), number)
+        try:
+            what(piece)
+        finally:
+            self._give_back(buffer)
 
     def verify(self, deep: bool = False) -> None:
         """Check the files' sizes again; deep: read and open every chunk. Raises IntegrityError."""
@@ -239,18 +240,23 @@ class ImageReader:
         if buffer is not ZEROS:
             self._buffers.give(buffer)
 
-    def _pieces(self, stream: layout.Stream) -> Iterator[tuple[memoryview, Buffer]]:
-        """Plain bytes chunk by chunk, in order, each the beginning of a buffer that the caller gives back."""
-        waiting: deque[Future[_Piece]] = deque()
-        asked = 0
+    def _pieces(
+        self, stream: layout.Stream, without: Container[int] = ()
+    ) -> Iterator[tuple[int, memoryview, Buffer]]:
+        """Plain bytes chunk by chunk, in order: their place in the stream, and they at the beginning of a buffer that
+        the caller gives back."""
+        waiting: deque[tuple[int, Future[_Piece]]] = deque()
+        wanted = ((at, number) for number, at in enumerate(stream.offsets()) if number not in without)
         try:
-            for _ in range(len(stream)):
-                while asked < len(stream) and len(waiting) < AHEAD:
-                    waiting.append(self._pool.submit(self._fetch, stream, asked))
-                    asked += 1
-                yield waiting.popleft().result()
+            while True:
+                for at, number in itertools.islice(wanted, AHEAD - len(waiting)):
+                    waiting.append((at, self._pool.submit(self._fetch, stream, number)))
+                if not waiting:
+                    return
+                at, future = waiting.popleft()
+                yield at, *future.result()
         finally:
-            for future in waiting:
+            for _, future in waiting:
                 future.cancel()
 
     def _fetch(self, stream: layout.Stream, sequence: int) -> _Piece:
@@ -277,50 +283,3 @@ class ImageReader:
         if self.ids is not None and self.entry.format > 1 and self.ids.of(plain.view[: chunk.plain]) != chunk.id:
             raise IntegrityError(path=file.path, reason=f"{where} was exchanged by somebody who has the data key")
         return plain.view[: chunk.plain], plain
-
-
-def write_all(fd: int, piece: memoryview) -> None:
-    """Write everything, waiting where the other side is slow."""
-    while piece:
-        try:
-            piece = piece[os.write(fd, piece) :]
-        except BlockingIOError:
-            wait_for(fd, select.POLLOUT)
-
-
-class Lender:
-    """Puts buffers into a pipe without a copy, and gives them back to their pool when the reader has taken them.
-
-    A pipe holds at most as many pages as it has slots: when that many have gone in behind a buffer, it is out.
-    """
-
-    def __init__(self, fd: int, slots: int, pool: Pool) -> None:
-        self._fd, self._slots, self._pool = fd, slots, pool
-        self._lent: deque[tuple[int, Buffer]] = deque()
-        self._total = 0
-
-    def put(self, buffer: Buffer, size: int) -> None:
-        """The first `size` bytes of a buffer. Raises OSError, BrokenPipeError."""
-        at = 0
-        while at < size:
-            try:
-                taken = lend(self._fd, buffer, at, size - at)
-            except BlockingIOError:
-                wait_for(self._fd, select.POLLOUT)
-                continue
-            # Every page that begins in this part has a slot of its own, and no slot holds more than a page.
-            self._total += taken // mmap.PAGESIZE
-            at += taken
-        if buffer is not ZEROS:
-            self._lent.append((self._total, buffer))
-        while self._lent and self._total - self._lent[0][0] >= self._slots:
-            self._pool.give(self._lent.popleft()[1])
-
-
-def _patched(piece: memoryview, position: int, patches: Iterable[tuple[int, bytes]]) -> memoryview:
-    """A copy of a piece of a stream that begins at `position`, with the patches that touch it."""
-    copy = bytearray(piece)
-    for offset, data in patches:
-        start, end = max(offset, position), min(offset + len(data), position + len(piece))
-        copy[start - position : end - position] = data[start - offset : end - offset]
-    return memoryview(copy)

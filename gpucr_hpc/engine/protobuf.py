@@ -1,0 +1,105 @@
+"""As much of protobuf, and of CRIU's image files, as reading some of their fields takes.
+
+An image file is 8 bytes of magic, then messages, each behind its length in 4 bytes (criu/protobuf.c).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+
+from gpucr_hpc.errors import ImageError
+
+MAGIC_BYTES = 8
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_LENGTH = struct.Struct("<I")
+
+
+def messages(data: bytes, path: str) -> Iterator[dict[int, list[int | bytes]]]:
+    """The messages of an image file, each as its fields: values by number, numbers as int, the rest as bytes.
+
+    path: for the error. Raises ImageError for anything that cannot be read.
+    """
+    at = MAGIC_BYTES
+    try:
+        while at < len(data):
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += _LENGTH.size
+            yield fields(_cut(data, at, length))
+            at += length
+    except (IndexError, struct.error):
+        raise ImageError(path=path, reason="cannot be read") from None
+
+
+def fields(data: bytes) -> dict[int, list[int | bytes]]:
+    """The fields of one message. Raises IndexError or struct.error where it is out of shape."""
+    found: dict[int, list[int | bytes]] = {}
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        kind = tag & 7
+        value: int | bytes
+        if kind == _VARINT:
+            value, at = _varint(data, at)
+        elif kind == _BYTES:
+            length, at = _varint(data, at)
+            value = _cut(data, at, length)
+            at += length
+        elif kind in (_FIXED64, _FIXED32):
+            length = 8 if kind == _FIXED64 else 4
+            value = int.from_bytes(_cut(data, at, length), "little")
+            at += length
+        else:
+            raise IndexError(f"wire type {kind}")
+        found.setdefault(tag >> 3, []).append(value)
+    return found
+
+
+def number(message: Mapping[int, list[int | bytes]], field: int) -> int | None:
+    """The last value of a numeric field, or None when it is not there. Raises IndexError when it is no number."""
+    values = message.get(field)
+    if not values:
+        return None
+    if not isinstance(values[-1], int):
+        raise IndexError(f"field {field} is no number")
+    return values[-1]
+
+
+def parts(message: Mapping[int, list[int | bytes]], field: int) -> Iterator[dict[int, list[int | bytes]]]:
+    """The messages inside a field. Raises IndexError when there are none inside."""
+    for value in message.get(field, ()):
+        if not isinstance(value, bytes):
+            raise IndexError(f"field {field} is a number")
+        yield fields(value)
+
+
+def encode(numbers: Mapping[int, int]) -> bytes:
+    """A message of numeric fields, behind its length."""
+    body = b"".join(_encoded(field << 3) + _encoded(value) for field, value in numbers.items())
+    return _LENGTH.pack(len(body)) + body
+
+
+def _cut(data: bytes, at: int, length: int) -> bytes:
+    if at + length > len(data):
+        raise IndexError("cut short")
+    return data[at : at + length]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+def _encoded(value: int) -> bytes:
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
