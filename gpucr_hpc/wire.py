@@ -16,6 +16,8 @@ MAGIC = b"GC"
 VERSION = 1
 HEADER = struct.Struct("<2sHII")
 MAX_PAYLOAD_BYTES = 16 << 20
+#: Descriptors with one record, at most; the kernel's limit is 253.
+MAX_RECORD_FDS = 64
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -239,7 +241,7 @@ def receive_record(sock: socket.socket, max_bytes: int = 64 << 20) -> tuple[byte
 def _receive_record(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]] | None:
     head, fds = b"", []
     while len(head) < 4:
-        part, got, _flags, _address = socket.recv_fds(sock, 4 - len(head), 8)
+        part, got, _flags, _address = socket.recv_fds(sock, 4 - len(head), MAX_RECORD_FDS)
         fds += got
         if not part:
             return None

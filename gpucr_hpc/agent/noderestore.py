@@ -210,7 +210,7 @@ class NodeRestore:
         if gpus:
             job.run_dir.save_gpus(gpus)
         warm = asyncio.ensure_future(self._gpus.warm_spare())
-        job.capsule = await engine.restore(
+        restored = await engine.restore(
             self._builder,
             job.run_dir,
             self._worker,
@@ -218,6 +218,7 @@ class NodeRestore:
             job.context.config.engine,
             before_it_runs=self._put_back if self._tails else None,
         )
+        job.capsule = restored.capsule
         job.save()
         await reach(Point.RESTORED, job.job)
         for task in self._meta["tasks"]:
@@ -226,7 +227,7 @@ class NodeRestore:
                 await job.place(supervisor, task["pid"], whole_tree=True)
         if "batch" not in job.supervisors:
             self._keep_from_step()
-        log.info("tree restored", job=job.job, took_s=time.monotonic() - started)
+        log.info("tree restored", job=job.job, took_s=time.monotonic() - started, fill_s=restored.fill_s)
         await warm
         if self._meta.get("gpu"):
             self._gpus.came_back(self._meta["gpu"], namespace_processes(job.capsule.init_pid))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
 from gpucr_hpc.engine import criu, hooks
 from gpucr_hpc.engine.dump import keep_log, put_private_files
+from gpucr_hpc.engine.refill import Refill
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import RestoreFailed
 from gpucr_hpc.proc import clean_env
@@ -73,6 +75,14 @@ def restore_above(meta: dict[str, Any]) -> int:
     return int(meta["tree"]["max_pid"]) + _PID_DISTANCE
 
 
+@dataclass(frozen=True)
+class Restored:
+    """A tree that is back. fill_s: seconds of the restore in which its memory was filled, after CRIU."""
+
+    capsule: Capsule
+    fill_s: float
+
+
 async def restore(
     builder: Builder,
     run_dir: RunDir,
@@ -81,7 +91,7 @@ async def restore(
     config: EngineConfig,
     *,
     before_it_runs: Callable[[], Awaitable[None]] | None = None,
-) -> Capsule:
+) -> Restored:
     """Files first, then the tree, which runs when this returns (its network still locked).
 
     before_it_runs: done when everything is restored and stands still; its failure makes the restore fail.
@@ -90,19 +100,26 @@ async def restore(
     await put_private_files(builder.capsule, worker)
     log = run_dir.work / "restore.log"
     argv, env = criu.restore_argv(config, run_dir.images, run_dir.work), clean_env()
+    refill = Refill(builder.capsule, worker, await worker.call("to_fill"))
+    late = [step for step in (refill if refill.pids else None, before_it_runs) if step is not None]
+
+    async def before_resume() -> None:
+        for step in late:
+            await step()
+
     try:
         async with contextlib.AsyncExitStack() as stack:
-            if before_it_runs is not None:
-                capsule = builder.capsule
-                hook = hooks.serve(run_dir.images, capsule.uid, "post-restore", before_it_runs)
+            if late:
+                hook = hooks.serve(run_dir.images, builder.capsule.uid, "post-restore", before_resume)
                 env["GPUCR_HOOK_SOCKET"] = str(await stack.enter_async_context(hook))
                 argv += ["--action-script", criu.HOOK_PROGRAM]
-            return await builder.restore(
+            capsule = await builder.restore(
                 argv, env, old_root=meta["tree"]["root"], shepherd=meta["tree"]["shepherd"], log=log
             )
     except RestoreFailed as error:
+        if refill.failure is not None:
+            raise refill.failure from None
         await worker.call("cause")  # a damaged image is the cause then, not what CRIU makes of it
         reason = criu.explain_file(log) if log.exists() else str(error.fields["reason"])
         raise RestoreFailed(reason=reason, log=keep_log(log, run_dir.job)) from None
-
-
+    return Restored(capsule, refill.took_s)

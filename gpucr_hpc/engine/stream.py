@@ -17,9 +17,11 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpucr_hpc.engine import pagemap
+from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -205,8 +207,7 @@ class Capture(_Connection):
         """
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self.failure is not None
-                or (self._open == 0 and (_LAST_FILE in self.names or self.closed)),
+                lambda: self.failure is not None or (self._open == 0 and (_LAST_FILE in self.names or self.closed)),
                 timeout_s,
             )
         self.check()
@@ -218,10 +219,15 @@ class Capture(_Connection):
 class Serve(_Connection):
     """Gives an image to a restore. A name may be asked for again; an unknown one does not exist."""
 
-    def __init__(self, listener: socket.socket, reader: ImageReader, patches: pagemap.Patches) -> None:
+    def __init__(
+        self, listener: socket.socket, reader: ImageReader, patches: pagemap.Patches, parts: Sequence[Part] = ()
+    ) -> None:
+        """parts: memory that somebody else restores."""
         super().__init__(listener)
         self._reader, self._patches = reader, patches
         self._names = set(reader.names())
+        self._replaced = {part.pagemap_name: part.pagemap for part in parts}
+        self._left_out = {part.pages: part.left_out for part in parts}
 
     def _request(self, sock: socket.socket, name: str) -> None:
         exists = name in self._names
@@ -231,5 +237,15 @@ class Serve(_Connection):
 
     def _pump(self, name: str, fd: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # CRIU may stop reading; it decides whether that is an error
+            if name in self._replaced:
+                with open(fd, "wb", closefd=False) as target:
+                    target.write(self._replaced[name])
+                return
             # CRIU reads memory; what was in the job's pipes it splices into new ones (criu/pipes.c).
-            self._reader.copy_to_fd(name, fd, self._patches.get(name, ()), lending=_PAGES.fullmatch(name) is not None)
+            self._reader.copy_to_fd(
+                name,
+                fd,
+                self._patches.get(name, ()),
+                lending=_PAGES.fullmatch(name) is not None,
+                without=self._left_out.get(name, ()),
+            )

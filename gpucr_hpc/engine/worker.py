@@ -19,11 +19,11 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import inspection, pagemap, stream
+from gpucr_hpc.engine import fill, fillplan, inspection, pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
 from gpucr_hpc.errors import (
     CheckpointMissing,
@@ -60,6 +60,7 @@ class Worker:
         self._reader: ImageReader | None = None
         self._capture: stream.Capture | None = None
         self._serve: stream.Serve | None = None
+        self._parts: list[fillplan.Part] = []
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -189,7 +190,12 @@ class Worker:
         The agent that goes away meanwhile is heard: what nobody will publish is not written to its end.
         """
         assert self._writer is not None
-        writer = self._writer
+        with self._while_agent_lives(self._writer.give_up):
+            return self._writer.finish().as_dict()
+
+    @contextlib.contextmanager
+    def _while_agent_lives(self, give_up: Callable[[], None]) -> Iterator[None]:
+        """Call give_up from another thread when the agent goes away during the block."""
         done, finish = os.pipe()
 
         def watch() -> None:
@@ -197,12 +203,12 @@ class Worker:
             poll.register(self._control, select.POLLRDHUP)
             poll.register(done, 0)
             if done not in dict(poll.poll()):
-                writer.give_up()
+                give_up()
 
         watching = threading.Thread(target=watch)
         watching.start()
         try:
-            return writer.finish().as_dict()
+            yield
         finally:
             os.close(finish)
             watching.join()
@@ -234,8 +240,21 @@ class Worker:
         patches = {}
         if pagemap.PATCHES_STREAM in self._reader.names():
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
-        self._serve = stream.Serve(self._listener, self._reader, patches)
+        self._parts = fillplan.make(self._reader, patches)
+        self._serve = stream.Serve(self._listener, self._reader, patches, self._parts)
         self._serve.start()
+
+    def do_to_fill(self) -> list[int]:
+        """Processes, by their pids inside the namespace, of which CRIU does not restore all memory."""
+        return [part.pid for part in self._parts]
+
+    def do_fill(self, *memories: int, pids: list[int], processors: list[int]) -> int:
+        """Write what CRIU does not restore of some processes; bytes. memories: /proc/PID/mem of each, open for writing.
+        processors: those of the job."""
+        assert self._reader is not None
+        parts, stopped = [part for part in self._parts if part.pid in pids], threading.Event()
+        with self._while_agent_lives(stopped.set):
+            return fill.fill(self._reader, parts, dict(zip(pids, memories, strict=True)), stopped, processors)
 
     def do_cause(self) -> None:
         """Raise what in the image or the store broke the stream, if anything did: CRIU only knows that it broke."""

@@ -357,9 +357,11 @@ class Ours:
             entry=manifest.image(0).as_dict(),
             key=self._key(manifest),
         )
-        tree.capsule = await engine.restore(builder, tree.run_dir, worker, tree.meta, ENGINE)
+        restored = await engine.restore(builder, tree.run_dir, worker, tree.meta, ENGINE)
+        tree.capsule = restored.capsule
         await network.unlock(JOB)
         run.restore_s = time.monotonic() - start
+        run.notes["fill_s"] = restored.fill_s
         run.notes["restore_peak_bytes"] = peak_of(worker)
         run.notes |= {f"restore_{name}": seconds for name, seconds in times_of(worker).items()}
         await worker.close()
