@@ -49,6 +49,14 @@ def _unavailable(reason: str) -> None:
 
 
 @pytest.fixture(scope="session")
+def require_root() -> None:
+    """Skips where there can be no lab, for tests that build their own."""
+    reason = _why_not()
+    if reason:
+        _unavailable(reason)
+
+
+@pytest.fixture(scope="session")
 def require_lab() -> Iterator[Callable[..., Lab]]:
     """require_lab(nodes=3): the session's lab, with at least so many nodes, all on; skips when there can be
     none.

@@ -1,0 +1,225 @@
+"""Restores of one tree by CRIU alone and with the fill, and with what can go wrong; runs inside the root file system of
+`scripts/measure_image`. Says a JSON object for each restore."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gpucr_hpc.capsule import namespace_processes, network
+from gpucr_hpc.capsule.processes import wait_gone
+from gpucr_hpc.engine import refill, stream
+from gpucr_hpc.engine import restore as engine
+from gpucr_hpc.engine.worker_client import WorkerClient
+from gpucr_hpc.errors import GpucrError
+from gpucr_hpc.lab import image_bench as bench
+from gpucr_hpc.lab.wait import wait_until
+from gpucr_hpc.model import Manifest
+
+PLACE = Path("/bench/work/tree")
+PROGRAM = Path("/src/tests/cluster/fill_program.py")
+LIMIT_S = 60
+Trouble = Callable[[WorkerClient, bench.Tree], Awaitable[None]]
+
+
+class Tree(bench.Tree):
+    def __init__(self) -> None:
+        super().__init__("fill", 0)
+        self.out = PLACE / "main"
+
+    def _arguments(self) -> list[str]:
+        return [str(PLACE), str(self.out)]
+
+    def programs(self) -> list[int]:
+        assert self.capsule is not None
+        return [p.pid for p in namespace_processes(self.capsule.init_pid) if p.name == "python3"]
+
+    def sums(self) -> dict[str, Any]:
+        """What each process says of its memory now."""
+        for path in PLACE.glob("*.sum"):
+            path.unlink()
+        for pid in self.programs():
+            os.kill(pid, signal.SIGUSR2)
+        wait_until(lambda: len(list(PLACE.glob("*.sum"))) == 2, LIMIT_S, "checksums")
+        return {path.name: json.loads(path.read_text()) for path in PLACE.glob("*.sum")}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that the tree has, by smaps."""
+        total = {"Rss": 0, "Pss": 0, "Private_Dirty": 0, "AnonHugePages": 0, "Locked": 0}
+        for pid in self.programs():
+            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+                name, _, rest = line.partition(":")
+                if name in total:
+                    total[name] += int(rest.split()[0]) * 1024
+        return total
+
+    def mappings(self) -> list[list[str]]:
+        """Addresses, permissions and flags of the mappings."""
+        found = []
+        for pid in self.programs():
+            head = ""
+            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+                if "-" in line.split(maxsplit=1)[0]:
+                    head = " ".join(line.split(maxsplit=5)[:2])
+                elif line.startswith("VmFlags:"):
+                    found.append([head, *sorted(set(line.split()[1:]) - {"sd"})])
+        return sorted(found)
+
+
+async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Trouble | None = None) -> dict[str, Any]:
+    """One restore; what came of it."""
+    await tree.end()
+    builder = await tree.build(engine.restore_above(tree.meta))
+    beats = {path.name: path.read_text() for path in PLACE.glob("*.alive")}
+    worker = WorkerClient(str(ours.root), 0, 0)
+    await worker.start(tree.run_dir.images, stream.SERVE_SOCKET)
+    place = {"job": bench.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
+    await worker.call("serve", entry=manifest.image(0).as_dict(), **place)
+    said: dict[str, Any] = {"to_fill": len(await worker.call("to_fill"))}
+    kept = refill.Refill._fill
+
+    async def in_trouble(self: refill.Refill, pids: list[int]) -> int:
+        assert trouble is not None
+        await trouble(worker, tree)
+        return await kept(self, pids)
+
+    if trouble is not None:
+        refill.Refill._fill = in_trouble  # type: ignore[method-assign,assignment]
+    started = time.monotonic()
+    task = asyncio.ensure_future(engine.restore(builder, tree.run_dir, worker, tree.meta, bench.ENGINE))
+    if trouble is given_up:
+        await reached.wait()
+        task.cancel()
+    try:
+        back = await task
+        tree.capsule = back.capsule
+        said |= {"seconds": time.monotonic() - started, "fill_s": back.fill_s}
+        await network.unlock(bench.JOB)
+        said |= {"memory": tree.memory(), "mappings": tree.mappings(), "sums": tree.sums()}
+    except (GpucrError, asyncio.CancelledError) as error:
+        said |= {"error": type(error).__name__, "text": str(error)}
+        pid = worker.pid
+        assert pid is not None
+        if trouble is given_up:
+            os.kill(pid, signal.SIGCONT)
+        await asyncio.wait_for(worker.close(), LIMIT_S)
+        await tree.end()
+        await asyncio.wait_for(wait_gone(pid), LIMIT_S)
+        said["ran"] = {path.name: path.read_text() for path in PLACE.glob("*.alive")} != beats
+        said["left"] = tree.programs()
+    finally:
+        refill.Refill._fill = kept  # type: ignore[method-assign]
+        await worker.close()
+    return said
+
+
+async def worker_killed(worker: WorkerClient, _: bench.Tree) -> None:
+    """It has the order, and dies."""
+    pid = worker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGKILL)
+
+
+async def task_killed(_: WorkerClient, tree: bench.Tree) -> None:
+    """One of the processes whose memory is about to be filled."""
+    assert isinstance(tree, Tree)
+    os.kill(tree.programs()[-1], signal.SIGKILL)
+
+
+async def task_killed_late(worker: WorkerClient, tree: bench.Tree) -> None:
+    """As before, when the worker has its memory already."""
+    kept = worker.call
+
+    async def call(verb: str, fds: Sequence[int] = (), **fields: Any) -> Any:
+        if verb == "fill":
+            assert isinstance(tree, Tree)
+            pid = tree.programs()[-1]
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: not Path(f"/proc/{pid}/maps").read_text(), LIMIT_S, "the end of a process")
+        return await kept(verb, fds, **fields)
+
+    worker.call = call  # type: ignore[method-assign]
+
+
+reached = asyncio.Event()
+
+
+async def given_up(worker: WorkerClient, _: bench.Tree) -> None:
+    """The agent gives the restore up, as at the end of an attempt."""
+    pid = worker.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    reached.set()
+
+
+def damage(ours: bench.Ours, manifest: Manifest) -> None:
+    """A byte in the middle of every pack: among the memory, which is most of it."""
+    for part in manifest.image(0).packs:
+        path = ours.root / bench.JOB / manifest.checkpoint / part.name
+        with path.open("r+b") as file:
+            file.seek(part.size_bytes // 2)
+            byte = file.read(1)[0]
+            file.seek(part.size_bytes // 2)
+            file.write(bytes([byte ^ 1]))
+
+
+async def trial() -> None:
+    """One dump, all restores."""
+
+    def say(name: str, said: dict[str, Any]) -> None:
+        print(json.dumps({"case": name, **said}), flush=True)
+
+    shutil.rmtree(PLACE, ignore_errors=True)
+    PLACE.mkdir()
+    os.chown(PLACE, bench.UID, bench.UID)
+    shutil.copy(PROGRAM, "/bench/program.py")
+    tree, ours = Tree(), bench.Ours()
+    await tree.start()
+    try:
+        say("before", {"memory": tree.memory(), "mappings": tree.mappings(), "sums": tree.sums()})
+        _, manifest = await ours.dump(tree)
+        with without_fill():
+            say("criu", await restored(tree, ours, manifest))
+        say("fill", await restored(tree, ours, manifest))
+        _, again = await ours.dump(tree, base=manifest)
+        say("fill, references", await restored(tree, ours, again))
+        for trouble in (worker_killed, task_killed, task_killed_late, given_up):
+            said = await restored(tree, ours, manifest, trouble=trouble)
+            say(trouble.__name__, said)
+        damage(ours, manifest)
+        say("damaged", await restored(tree, ours, manifest))
+    finally:
+        with contextlib.suppress(Exception):
+            await tree.end()
+
+
+@contextlib.contextmanager
+def without_fill() -> Any:
+    """Workers that leave everything to CRIU: they import a copy of the plan with another constant."""
+    shadow = Path("/bench/shadow")
+    shutil.copytree("/src/gpucr_hpc", shadow / "gpucr_hpc", dirs_exist_ok=True)
+    plan = shadow / "gpucr_hpc/engine/fillplan.py"
+    text = plan.read_text().replace("TREE_BYTES = 64 << 20", "TREE_BYTES = 1 << 60")
+    assert text != plan.read_text()
+    plan.write_text(text)
+    kept = os.environ["PYTHONPATH"]
+    os.environ["PYTHONPATH"] = f"{shadow}:{kept}"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONPATH"] = kept
+
+
+if __name__ == "__main__":
+    os.environ["PATH"] = bench.clean_env()["PATH"]
+    bench.prepare()
+    asyncio.run(trial())

@@ -1,0 +1,64 @@
+"""Memory filled beside CRIU, on real trees: the same memory, no more of it, and no tree that runs half filled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpucr_hpc.lab import measure_image, plugin
+from gpucr_hpc.lab.cluster import Lab
+
+_SLACK_BYTES = 2 << 20
+
+
+@pytest.fixture(scope="module")
+def cases(require_root: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each restore of one dump came to (fill_trial.py)."""
+    lab = Lab(say=lambda line: print(f"lab: {line}"))
+    system = lab.build()
+    built = plugin.build(measure_image.CHECKOUT / "spank_plugin", system, lab.cache / "measure")
+    assert built is not None
+    work: Path = tmp_path_factory.mktemp("fill")
+    lines = list(measure_image.inside(["-m", "tests.cluster.fill_trial"], work, built, system))
+    return {found.pop("case"): found for found in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("way", ["criu", "fill", "fill, references"])
+def test_memory_is_the_same(cases: dict[str, dict[str, Any]], way: str) -> None:
+    """Of every kind, in both processes; threads know their processor, which the kernel writes into memory, too."""
+    found = cases[way]
+    assert found["sums"] == cases["before"]["sums"]
+    assert len(found["sums"]) == 2
+    assert all(said["processors"] == [True] * 3 for said in found["sums"].values())
+    assert (found["to_fill"] == 2) == (found["fill_s"] > 0) == (way != "criu")
+
+
+def test_tree_has_no_more_memory_and_the_same_mappings(cases: dict[str, dict[str, Any]]) -> None:
+    """What parent and child shared they share again; zeros take no memory; huge pages are huge again."""
+    criu, fill = cases["criu"]["memory"], cases["fill"]["memory"]
+    assert cases["fill"]["mappings"] == cases["criu"]["mappings"]
+    assert fill["Locked"] == criu["Locked"] > 0
+    assert fill["AnonHugePages"] >= 32 << 20
+    for name in ("Rss", "Pss", "Private_Dirty"):
+        assert fill[name] <= criu[name] + _SLACK_BYTES, name
+
+
+@pytest.mark.parametrize(
+    ("trouble", "error", "text"),
+    [
+        ("worker_killed", "HostError", "worker died during 'fill'"),
+        ("task_killed", "RestoreFailed", "cannot be filled"),
+        ("task_killed_late", "RestoreFailed", "died while its memory was filled"),
+        ("given_up", "CancelledError", ""),
+        ("damaged", "IntegrityError", "is not what was written"),
+    ],
+)
+def test_nothing_runs_half_filled(cases: dict[str, dict[str, Any]], trouble: str, error: str, text: str) -> None:
+    """The restore fails with the cause, no process of the tree has run, none is left."""
+    found = cases[trouble]
+    assert found["to_fill"] == 2
+    assert (error, False, []) == (found["error"], found["ran"], found["left"])
+    assert text in found["text"]
