@@ -117,7 +117,8 @@ def _write_all(pid: int, memory: int, data: memoryview, address: int) -> None:
                 reason=f"memory of process {pid} at {address:#x} cannot be filled: {error.strerror}", log="none"
             ) from None
         if not count:
-            raise RestoreFailed(reason=f"process {pid} died while its memory was filled", log="none")
+            reason = f"process {pid} died while its memory was filled; is the job's memory limit too small?"
+            raise RestoreFailed(reason=reason, log="none")
         data, address = data[count:], address + count
 
 
