@@ -42,8 +42,8 @@ class NodeRestore:
 
     The checkpoint may be another job's, of the same user. ran_on: the job wrote on after this checkpoint, also to its
     output. outputs: the output files of this job as they were before another's checkpoint came. After `build`, `report`
-    has a line for each
-    file that was rolled back; after `open` also for each GPU that was not seen at work.
+    has a line for each file that was rolled back; after `open` also for each GPU that was not seen at work. After `run`,
+    `fill_s` has the seconds of it in which memory was filled beside CRIU.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class NodeRestore:
         self._over = False
         self._tails: list[list[Any]] = []
         self.report: list[str] = []
+        self.fill_s = 0.0
 
     async def build(self) -> None:
         """Check host and image, roll files back, make the capsule; its network is locked."""
@@ -218,7 +219,7 @@ class NodeRestore:
             job.context.config.engine,
             before_it_runs=self._put_back if self._tails else None,
         )
-        job.capsule = restored.capsule
+        job.capsule, self.fill_s = restored.capsule, restored.fill_s
         job.save()
         await reach(Point.RESTORED, job.job)
         for task in self._meta["tasks"]:
@@ -227,7 +228,7 @@ class NodeRestore:
                 await job.place(supervisor, task["pid"], whole_tree=True)
         if "batch" not in job.supervisors:
             self._keep_from_step()
-        log.info("tree restored", job=job.job, took_s=time.monotonic() - started, fill_s=restored.fill_s)
+        log.info("tree restored", job=job.job, took_s=time.monotonic() - started, fill_s=self.fill_s)
         await warm
         if self._meta.get("gpu"):
             self._gpus.came_back(self._meta["gpu"], namespace_processes(job.capsule.init_pid))

@@ -219,7 +219,8 @@ class Job:
         times = list(marks.items())
         spans = {name: round(at - times[i][1], 3) for i, (name, at) in enumerate(times[1:])}
         total = round(marks["nccl"] - marks["start"], 3)
-        return {**spans, "gpu_restore": gpu_s, "total": total, "notes": restore.report}  # type: ignore[dict-item]
+        spans |= {"fill": restore.fill_s, "gpu_restore": gpu_s}
+        return {**spans, "total": total, "notes": restore.report}  # type: ignore[dict-item]
 
     async def end(self) -> None:
         """Kill the capsule, keep the store and the folder."""
