@@ -42,8 +42,8 @@ class NodeRestore:
 
     The checkpoint may be another job's, of the same user. ran_on: the job wrote on after this checkpoint, also to its
     output. outputs: the output files of this job as they were before another's checkpoint came. After `build`, `report`
-    has a line for each file that was rolled back; after `open` also for each GPU that was not seen at work. After `run`,
-    `fill_s` has the seconds of it in which memory was filled beside CRIU.
+    has a line for each file that was rolled back; after `open` also for each GPU that was not seen at work.
+    After `run`, `fill_s` has the seconds of it in which memory was filled beside CRIU.
     """
 
     def __init__(
