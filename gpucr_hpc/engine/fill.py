@@ -17,6 +17,7 @@ from pathlib import Path
 
 from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.errors import RestoreFailed
+from gpucr_hpc.image.chunks import ChunkKind
 from gpucr_hpc.image.files import default_workers
 from gpucr_hpc.image.reader import ImageReader
 
@@ -83,12 +84,11 @@ class _Spans:
 
 def _cut(part: Part, reader: ImageReader) -> Iterator[list[tuple[Part, int, int]]]:
     span: list[tuple[Part, int, int]] = []
-    wanted = set(part.filled)
-    for number, offset in enumerate(reader.index.streams[part.pages].offsets()):
+    for number, (offset, _, kind) in enumerate(reader.index.streams[part.pages].places()):
         if span and offset >= span[0][2] + SPAN_BYTES:
             yield span
             span = []
-        if number in wanted:
+        if number in part.left_out and kind != ChunkKind.ZERO:  # as fresh memory is
             span.append((part, number, offset))
     if span:
         yield span

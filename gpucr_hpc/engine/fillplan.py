@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from gpucr_hpc.engine import pagemap, protobuf
 from gpucr_hpc.engine.pagemap import PAGE_BYTES
 from gpucr_hpc.errors import ImageError
-from gpucr_hpc.image.chunks import ChunkKind
 from gpucr_hpc.image.reader import ImageReader
 
 #: A mapping of less is CRIU's.
@@ -52,21 +51,35 @@ class Area:
     plain: bool
 
 
+class Numbers:
+    """A set of numbers, as few ranges: a large image has millions of chunks."""
+
+    def __init__(self, ranges: Iterable[range]) -> None:
+        self._ranges = list(ranges)
+        self._ends = [part.stop for part in self._ranges]
+
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        at = bisect.bisect_right(self._ends, number)
+        return at < len(self._ranges) and number in self._ranges[at]
+
+
 @dataclass(frozen=True)
 class Part:
     """What is filled of one process.
 
     pid: inside the namespace. pages: name of its pages file. pagemap: what CRIU gets in the place of its pagemap file.
-    left_out: numbers of the chunks that CRIU does not get; filled: of these, the ones that are not all zero, as fresh
-    memory is, in order. places: (offset in the pages file, address, bytes) of every run of pages, by offset.
+    left_out: chunks that CRIU does not get. size_bytes: of these. places: (offset in the pages file, address, bytes) of every
+    run of pages, by offset.
     """
 
     pid: int
     pages: str
     pagemap_name: str
     pagemap: bytes
-    left_out: frozenset[int]
-    filled: tuple[int, ...]
+    left_out: Numbers
+    size_bytes: int
     places: tuple[tuple[int, int, int], ...]
 
     def addresses(self, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
@@ -104,25 +117,32 @@ def make(reader: ImageReader, patches: pagemap.Patches) -> list[Part]:
             part = _part(reader, pid, match[0], _less(ranges, fixed), patches)
             if part is not None:
                 parts.append(part)
-    total = sum(reader.index.streams[p.pages].chunk(n).plain for p in parts for n in p.left_out)
-    return parts if total >= TREE_BYTES else []
+    return parts if sum(part.size_bytes for part in parts) >= TREE_BYTES else []
 
 
-def split(runs: Sequence[tuple[int, int]], sizes: Iterable[int], ranges: Sequence[Range]) -> list[tuple[int, Range]]:
-    """The chunks of a pages file that hold pages of `ranges` alone: number, and begin and end in the file.
+def split(
+    runs: Sequence[tuple[int, int]], chunks: Iterable[Range], ranges: Sequence[Range], kept: Sequence[int] = ()
+) -> list[tuple[range, Range]]:
+    """The chunks of a pages file that hold pages of `ranges` alone: neighbours as a range of their numbers, with begin
+    and end in the file.
 
-    runs: (address, pages) of a pagemap, in order. sizes: of the chunks, in bytes. ranges: ascending addresses.
+    runs: (address, pages) of a pagemap, in order. chunks: begin and end of each in the file, in order. ranges:
+    ascending addresses. kept: ascending places in the file; a chunk with one of them is not among those found.
     """
     inside = list(_inside(runs, ranges))
-    found, number, begin, at = [], 0, 0, 0
-    for number, size in enumerate(sizes):
-        end = begin + size
+    found: list[tuple[range, Range]] = []
+    at = 0
+    for number, (begin, end) in enumerate(chunks):
         while at < len(inside) and inside[at][1] < end:
             at += 1
-        whole = not begin % PAGE_BYTES and not end % PAGE_BYTES
-        if whole and at < len(inside) and inside[at][0] <= begin:
-            found.append((number, (begin, end)))
-        begin = end
+        if at == len(inside) or inside[at][0] > begin or begin % PAGE_BYTES or end % PAGE_BYTES:
+            continue
+        if kept and bisect.bisect_left(kept, begin) != bisect.bisect_left(kept, end):
+            continue
+        if found and found[-1][0].stop == number:
+            found[-1] = (range(found[-1][0].start, number + 1), (found[-1][1][0], end))
+        else:
+            found.append((range(number, number + 1), (begin, end)))
     return found
 
 
@@ -156,13 +176,9 @@ def _part(reader: ImageReader, pid: int, name: str, ranges: Sequence[Range], pat
     stream = reader.index.streams.get(pages)
     if stream is None or sum(count for _, count in mapped.runs) * PAGE_BYTES != stream.size_bytes:
         return None  # CRIU says what is wrong with it
-    chunks = [stream.chunk(number) for number in range(len(stream))]
     patched = sorted(offset for offset, _ in patches.get(pages, ()))
-    taken = [
-        (number, (begin, end))
-        for number, (begin, end) in split(mapped.runs, (chunk.plain for chunk in chunks), ranges)
-        if bisect.bisect_left(patched, begin) == bisect.bisect_left(patched, end)
-    ]
+    chunks = ((begin, begin + size) for begin, size, _ in stream.places())
+    taken = split(mapped.runs, chunks, ranges, patched)
     if not taken:
         return None
     places, offset = [], 0
@@ -174,8 +190,8 @@ def _part(reader: ImageReader, pid: int, name: str, ranges: Sequence[Range], pat
         pages,
         name,
         pagemap.without(data, [place for _, place in taken]),
-        frozenset(number for number, _ in taken),
-        tuple(number for number, _ in taken if chunks[number].kind != ChunkKind.ZERO),
+        Numbers(numbers for numbers, _ in taken),
+        sum(end - begin for _, (begin, end) in taken),
         tuple(places),
     )
 

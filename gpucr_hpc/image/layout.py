@@ -62,12 +62,12 @@ class Stream:
         """Chunk number `number`, from 0."""
         return Chunk(*RECORD.unpack_from(self.records, number * RECORD.size))
 
-    def offsets(self) -> Iterator[int]:
-        """Where each chunk begins in the stream, in bytes."""
+    def places(self) -> Iterator[tuple[int, int, int]]:
+        """Of each chunk: where it begins in the stream, its plain length, its kind."""
         at = 0
-        for record in RECORD.iter_unpack(self.records):
-            yield at
-            at += record[2]
+        for _offset, _stored, plain, _pack, _source, kind, _tag, _id in RECORD.iter_unpack(self.records):
+            yield at, plain, kind
+            at += plain
 
 
 @dataclass

@@ -246,7 +246,7 @@ class ImageReader:
         """Plain bytes chunk by chunk, in order: their place in the stream, and they at the beginning of a buffer that
         the caller gives back."""
         waiting: deque[tuple[int, Future[_Piece]]] = deque()
-        wanted = ((at, number) for number, at in enumerate(stream.offsets()) if number not in without)
+        wanted = ((at, number) for number, (at, _, _) in enumerate(stream.places()) if number not in without)
         try:
             while True:
                 for at, number in itertools.islice(wanted, AHEAD - len(waiting)):

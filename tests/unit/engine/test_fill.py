@@ -187,25 +187,27 @@ def test_split_agrees_with_page_by_page(data):
     runs = [part for run in runs_of([p * PAGE for p in pages]) for part in data.draw(st.just(_cut(run, data.draw)))]
     borders = sorted(data.draw(st.sets(st.integers(1, max(1, 4 * len(pages) - 1)), max_size=12)))
     ends = [b * PAGE // 4 for b in borders if b < 4 * len(pages)] + [len(pages) * PAGE]
-    sizes = [b - a for a, b in itertools.pairwise([0, *ends])] if pages else []
     bounds = sorted(data.draw(st.sets(st.integers(0, 60), max_size=8)))
     ranges = [(a * PAGE, b * PAGE) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
-    taken = fillplan.split(runs, sizes, ranges)
+    chunks = list(itertools.pairwise([0, *ends])) if pages else []
+    kept = sorted(data.draw(st.sets(st.integers(0, 60), max_size=3)))
+    found = fillplan.split(runs, chunks, ranges, [n * PAGE for n in kept])
+    assert all(one.stop < other.start for (one, _), (other, _) in itertools.pairwise(found))
+    taken = [(n, chunks[n]) for numbers, _ in found for n in numbers]
+    assert all((chunks[numbers[0]][0], chunks[numbers[-1]][1]) == place for numbers, place in found)
 
-    expected, begin = [], 0
-    for number, size in enumerate(sizes):
-        end = begin + size
+    expected = []
+    for number, (begin, end) in enumerate(chunks):
         inside = begin % PAGE == end % PAGE == 0 and all(
             any(a <= pages[n] * PAGE < b for a, b in ranges) for n in range(begin // PAGE, end // PAGE)
         )
-        if inside:
+        if inside and not any(begin <= n * PAGE < end for n in kept):
             expected.append((number, (begin, end)))
-        begin = end
     assert taken == expected
 
     entries = [message({1: at, 2: 0, 4: 4, 5: count}) for at, count in runs]
     hole = message({1: 99 * PAGE, 2: 0, 4: 2, 5: 3})
-    reduced = pagemap.without(image(message({1: 3}), hole, *entries, hole), [place for _, place in taken])
+    reduced = pagemap.without(image(message({1: 3}), hole, *entries, hole), [place for _, place in found])
     gone = {n for _, (a, b) in taken for n in range(a // PAGE, b // PAGE)}
     left = [at + n * PAGE for at, count in pagemap.parse(reduced).runs for n in range(count)]
     assert left == [p * PAGE for n, p in enumerate(pages) if n not in gone]
@@ -237,8 +239,9 @@ def test_damaged_chunk_ends_the_fill_before_it_is_written():
     store = MemoryStore()
     with stored(files_of([Process(5, 1, [Mapping(AT, LARGE, noise(LARGE))])]), store) as reader:
         (part,) = fillplan.make(reader, {})
-        stream, number = reader.index.streams["pages-1.img"], part.filled[3]
-        chunk, offset = stream.chunk(number), list(stream.offsets())[number]
+        stream, number = reader.index.streams["pages-1.img"], 3
+        assert number in part.left_out
+        chunk, (offset, _, _) = stream.chunk(number), list(stream.places())[number]
         bad = reader.entry.packs[chunk.pack].name
 
         def open_(name: str) -> BinaryIO:
@@ -291,7 +294,9 @@ def test_threads_get_neighbours(monkeypatch):
         first, second = next(one), next(two)
         assert second[2] - first[2] >= fill.SPAN_BYTES - CHUNK_BYTES
         rest = [*one, *two]
-        assert sorted(number for _, number, _ in [first, second, *rest]) == list(part.filled)
+        assert sorted(number for _, number, _ in [first, second, *rest]) == [
+            number for number in range(len(reader.index.streams[part.pages])) if number in part.left_out
+        ]
 
 
 def test_processors_of_the_near_nodes(tmp_path: Path, monkeypatch):
