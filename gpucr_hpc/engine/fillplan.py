@@ -70,8 +70,8 @@ class Part:
     """What is filled of one process.
 
     pid: inside the namespace. pages: name of its pages file. pagemap: what CRIU gets in the place of its pagemap file.
-    left_out: chunks that CRIU does not get. size_bytes: of these. places: (offset in the pages file, address, bytes) of every
-    run of pages, by offset.
+    left_out: chunks that CRIU does not get. size_bytes: of these. places: (offset in the pages file, address, bytes) of
+    every run of pages, by offset.
     """
 
     pid: int
