@@ -195,6 +195,26 @@ async def one_rank(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     return {"alone": alone, **found}
 
 
+def _nccl_folder() -> str:
+    """Where the library of Python's wheel is."""
+    where = "import nvidia.nccl as n; print(list(n.__path__)[0])"
+    return subprocess.run([PYTHON, "-c", where], capture_output=True, text=True, check=True).stdout.strip() + "/lib"
+
+
+@case("NCCL made again: CuPy", limit_s=120)
+async def cupy(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    env = {"LD_LIBRARY_PATH": f"{_nccl_folder()}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
+    whole, job = place.job(), place.job()
+    await python(whole, programs.NCCL_CUPY, **env)
+    await python(job, programs.NCCL_CUPY, **env, **UNDER)
+    await job.advances(by=10, limit_s=90)
+    alone = await cut_alone(job)
+    await job.advances()
+    found = await _rounds(job, ["train.log"], 1, {})
+    await _same(job, whole, ["train.log"])
+    return {"alone": alone, **found}
+
+
 @case("NCCL made again: two ranks on one card", limit_s=240)
 async def two_on_one(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     """NCCL takes them for ranks of two hosts and goes over sockets: a cut over several ranks."""
@@ -242,10 +262,8 @@ async def named(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
 @case("NCCL: cost of a call under the interposer, real library", limit_s=120)
 async def call_cost(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     """CPU nanoseconds of an operation on nothing, which NCCL itself ends early: with and without in turn, medians."""
-    where = "import nvidia.nccl as n; print(list(n.__path__)[0])"
-    found = subprocess.run([PYTHON, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
     env = environment(GPUCR_NCCL_DIR="/tmp")
-    env["LD_LIBRARY_PATH"] = f"{found}/lib:{env.get('LD_LIBRARY_PATH', '')}"
+    env["LD_LIBRARY_PATH"] = f"{_nccl_folder()}:{env.get('LD_LIBRARY_PATH', '')}"
     plain, under = [], []
     for _ in range(7):
         for values, more in ((plain, {}), (under, UNDER)):

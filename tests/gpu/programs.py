@@ -203,6 +203,21 @@ log.write("passed\\n")
 dist.destroy_process_group()
 """
 
+NCCL_CUPY = """
+import time, cupy
+from cupy.cuda import nccl
+comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+x = cupy.arange(1 << 20, dtype=cupy.float64)
+y = cupy.empty_like(x)
+log = open("train.log", "a", buffering=1)
+for step in range(600):
+    comm.allReduce(x.data.ptr, y.data.ptr, x.size, nccl.NCCL_FLOAT64, nccl.NCCL_SUM, cupy.cuda.Stream.null.ptr)
+    x = cupy.sqrt(y * y + 1)
+    log.write(f"{step} {float(x.sum()).hex()}\\n")
+    time.sleep(0.03)
+log.write("passed\\n")
+"""
+
 # One rank that captures an NCCL operation in a CUDA graph, offers a tensor to other processes, or captures graphs
 # without NCCL again and again; for ever.
 NCCL_WAYS = """

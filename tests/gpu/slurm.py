@@ -52,8 +52,8 @@ def script(steps: int) -> str:
 class Bench:
     """The lab and the user's home in it."""
 
-    def __init__(self, lab: Lab, cards: int, began: float) -> None:
-        self.lab, self.cards, self.began = lab, cards, began
+    def __init__(self, lab: Lab, cards: int, nccl: str, began: float) -> None:
+        self.lab, self.cards, self.nccl, self.began = lab, cards, nccl, began
         self.home = lab.state / "shared/home" / USER
 
     def say(self, text: str) -> None:
@@ -66,7 +66,7 @@ class Bench:
         return done.stdout.strip()
 
     def protected(self, name: str, *options: str) -> str:
-        protection = ("--checkpoint-on-preempt", "--checkpoint-nccl=safe", "--partition=low", "--mem=12G")
+        protection = ("--checkpoint-on-preempt", f"--checkpoint-nccl={self.nccl}", "--partition=low", "--mem=12G")
         return self.submit(name, *protection, *options, "train.sh", name, str(self.cards))
 
     def text(self, name: str) -> str:
@@ -124,6 +124,7 @@ def move(bench: Bench, steps: int) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--nccl", choices=("safe", "rebuild"), default="safe", help="what --checkpoint-nccl gets")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="more for slurm.conf")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
@@ -133,7 +134,7 @@ def main() -> int:
         print("gpu_slurm: error: this machine has no NVIDIA card", file=sys.stderr)
         return 1
     lab = Lab(say=lambda line: print(f"lab: {line}", flush=True))
-    bench = Bench(lab, cards, began)
+    bench = Bench(lab, cards, args.nccl, began)
     result: dict[str, object] = {"result": "FAILED", "cards": cards}
     try:
         settings = ["GresTypes=gpu", f"node.Gres=gpu:{cards}", f"node.CPUs={os.cpu_count()}", *args.set]
