@@ -131,6 +131,7 @@ static void *drain(void *arg)
 	struct comm **list = in_order(&n);
 
 	thread_is_ours();
+	captures_hold();
 	for (int i = 0; i < n && !why; i++) {
 		if (i && list[i]->context == list[i - 1]->context)
 			continue;
@@ -139,6 +140,7 @@ static void *drain(void *arg)
 		else if (!cuda_wait())
 			why = "waiting for the GPU failed";
 	}
+	captures_go_on();
 	free(list);
 	ended(why ? FAILED : DRAINED, why);
 	if (why)

@@ -94,6 +94,7 @@ static void in_child(void)
 		this_thread->next = NULL;
 	comms = dead_comms = NULL;
 	atomic_store(&gate.closed, 0);
+	captures_forked();
 	control_forked();
 }
 

@@ -44,8 +44,8 @@ API int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigne
 	if (!call && !(*(void **)&call = real_symbol("libcudart.so", "cudaGetDriverEntryPointByVersion")))
 		return 999;
 	error = call(name, found, version, flags, status);
-	if (error == 0 && name && found && *found && ipc_ours(name))
-		*found = ipc_ours(name);
+	if (error == 0 && name && found && *found && cuda_ours(name))
+		*found = cuda_ours(name);
 	return error;
 }
 
@@ -58,9 +58,15 @@ static const struct { const char *name; void *ours; } calls[] = {
 	{"cuMemExportToShareableHandle", (void *)cuMemExportToShareableHandle},
 	{"cuMemImportFromShareableHandle", (void *)cuMemImportFromShareableHandle},
 	{"cudaGetDriverEntryPointByVersion", (void *)cudaGetDriverEntryPointByVersion},
+	{"cudaStreamBeginCapture", (void *)cudaStreamBeginCapture},
+	{"cudaStreamEndCapture", (void *)cudaStreamEndCapture},
+	{"cuStreamBeginCapture", (void *)cuStreamBeginCapture_v2},
+	{"cuStreamBeginCapture_v2", (void *)cuStreamBeginCapture_v2},
+	{"cuStreamBeginCaptureToGraph", (void *)cuStreamBeginCaptureToGraph},
+	{"cuStreamEndCapture", (void *)cuStreamEndCapture},
 };
 
-void *ipc_ours(const char *name)
+void *cuda_ours(const char *name)
 {
 	for (size_t i = 0; i < sizeof(calls) / sizeof(calls[0]); i++)
 		if (strcmp(calls[i].name, name) == 0)

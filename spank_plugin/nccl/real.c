@@ -210,7 +210,7 @@ __attribute__((EARLY, always_inline)) static inline bool nccls(const char *p)
 
 __attribute__((EARLY, always_inline)) static inline bool cuda_name(const char *p)
 {
-	return p[0] == 'c' && p[1] == 'u' && (p[2] == 'I' || p[2] == 'M' || p[2] == 'd');
+	return p[0] == 'c' && p[1] == 'u' && (p[2] == 'I' || p[2] == 'M' || p[2] == 'S' || p[2] == 'd');
 }
 
 /* Without a frame of its own for all names but NCCL's, so that RTLD_NEXT means the caller's next. */
@@ -224,10 +224,10 @@ void *dlsym(void *restrict handle, const char *restrict name)
 
 		return theirs ? ours_for(handle, name, theirs) : NULL;
 	}
-	if (UNLIKELY(handle != RTLD_NEXT && cuda_name(name) && ipc_ours(name))) {
+	if (UNLIKELY(handle != RTLD_NEXT && cuda_name(name) && cuda_ours(name))) {
 		void *theirs = next_dlsym(handle, name);
 
-		return theirs && !called_by_nccl(__builtin_return_address(0)) ? ipc_ours(name) : theirs;
+		return theirs && !called_by_nccl(__builtin_return_address(0)) ? cuda_ours(name) : theirs;
 	}
 	return next_dlsym(handle, name);
 }

@@ -87,7 +87,15 @@ extern char unprotected_why[512];
 /* The same, of memory that the program shares by itself: also where no communicator is. */
 void shared(const char *format, ...) __attribute__((format(printf, 1, 2)));
 extern char shared_why[512];
-void *ipc_ours(const char *name); /* our function for a name of CUDA's, or NULL */
+void *cuda_ours(const char *name); /* our function for a name of CUDA's, or NULL */
+
+/* capture.c */
+void captures_hold(void); /* wait for the end of those under way; no other begins before captures_go_on() */
+void captures_go_on(void);
+void captures_forked(void);
+int cudaStreamBeginCapture(cudaStream_t, int), cudaStreamEndCapture(cudaStream_t, void **),
+	cuStreamBeginCapture_v2(cudaStream_t, int), cuStreamEndCapture(cudaStream_t, void **),
+	cuStreamBeginCaptureToGraph(cudaStream_t, void *, const void *, const void *, size_t, int);
 
 struct thread *thread_new(void);
 void thread_is_ours(void); /* what NCCL calls of itself in this thread passes through */

@@ -42,6 +42,8 @@ def test_every_function_with_a_communicator_is_ours() -> None:
     assert others == {
         *("dlsym", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"),
         *("cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cudaGetDriverEntryPointByVersion"),
+        *("cudaStreamBeginCapture", "cudaStreamEndCapture", "cuStreamBeginCapture_v2", "cuStreamEndCapture"),
+        "cuStreamBeginCaptureToGraph",
     }
 
 
@@ -255,6 +257,41 @@ def test_a_captured_operation_is_refused_by_name(tmp_path: Path) -> None:
     asyncio.run(once())
     _, said = child.communicate("\n", 20)
     assert said.count("is not protected") == 1
+
+
+def test_a_capture_is_not_spoilt(tmp_path: Path) -> None:
+    """A CUDA graph without NCCL's operations: a cut waits for the end of its capture before it waits for the GPU."""
+    code = """
+        graph = ctypes.c_void_p()
+        assert cuda.cuStreamBeginCapture_v2(stream, 0) == 0
+        print('ready', flush=True)
+        sys.stdin.readline()
+        assert cuda.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        for _ in range(100):
+            assert cuda.cuStreamBeginCapture_v2(stream, 0) == 0
+            assert cuda.cuStreamEndCapture(stream, ctypes.byref(graph)) == 0
+        assert reduce() == 0
+    """
+    child = program(tmp_path, code)
+    ready(child)
+
+    async def once() -> None:
+        ranks = await rank(tmp_path, child.pid)
+        cut = Cut("1", [ranks])
+        taking = asyncio.ensure_future(cut.take(15))
+        done, _ = await asyncio.wait([taking], timeout=0.5)
+        assert not done
+        assert child.stdin is not None
+        child.stdin.write("\n")
+        child.stdin.flush()
+        await taking
+        await cut.tear_down(5)
+        await cut.bring_back(5)
+        await ranks.close()
+
+    asyncio.run(once())
+    assert child.communicate(timeout=20) == ("", "")
+    assert child.returncode == 0
 
 
 def test_an_operation_that_cannot_end_is_given_up(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ struct task { void (*work)(void *); void *arg; struct task *next; };
 struct CUstream_st {
 	pthread_t thread;
 	struct task *first, **last;
-	int waiting, ending, capturing;
+	int waiting, ending, capturing, spoilt;
 	struct CUstream_st *next;
 };
 
@@ -161,11 +161,39 @@ int cuDevicePrimaryCtxRetain(void **out, int device)
 	return device == 0 ? 0 : 101;
 }
 
+int cuStreamBeginCapture_v2(struct CUstream_st *s, int mode)
+{
+	(void)mode;
+	pthread_mutex_lock(&lock);
+	s->capturing = 1;
+	pthread_mutex_unlock(&lock);
+	return 0;
+}
+
+int cuStreamEndCapture(struct CUstream_st *s, void **graph)
+{
+	int spoilt;
+
+	pthread_mutex_lock(&lock);
+	spoilt = s->spoilt;
+	s->capturing = s->spoilt = 0;
+	pthread_mutex_unlock(&lock);
+	*graph = NULL;
+	return spoilt ? 901 : 0; /* CUDA_ERROR_STREAM_CAPTURE_INVALIDATED */
+}
+
 int cuCtxSynchronize(void)
 {
 	struct CUstream_st *s;
+	int spoilt = 0;
 
 	pthread_mutex_lock(&lock);
+	for (s = streams; s; s = s->next)
+		spoilt |= s->spoilt = s->capturing;
+	if (spoilt) {
+		pthread_mutex_unlock(&lock);
+		return 900; /* CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED */
+	}
 	for (;;) {
 		for (s = streams; s && !s->waiting; s = s->next)
 			;
