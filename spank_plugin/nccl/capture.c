@@ -68,8 +68,8 @@ void captures_forked(void)
 	WRAP(library, name, parameters, arguments, change(1), if (error) change(-1))
 #define END(library, name) \
 	WRAP(library, name, (cudaStream_t stream, void **graph), (stream, graph), (void)0, change(-1))
-BEGIN("libcudart.so", cudaStreamBeginCapture, (cudaStream_t stream, int mode), (stream, mode))
-END("libcudart.so", cudaStreamEndCapture)
+BEGIN("libcudart", cudaStreamBeginCapture, (cudaStream_t stream, int mode), (stream, mode))
+END("libcudart", cudaStreamEndCapture)
 BEGIN("libcuda.so", cuStreamBeginCapture_v2, (cudaStream_t stream, int mode), (stream, mode))
 BEGIN("libcuda.so", cuStreamBeginCaptureToGraph,
       (cudaStream_t stream, void *graph, const void *on, const void *data, size_t count, int mode),

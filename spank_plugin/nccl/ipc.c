@@ -27,8 +27,8 @@ static int shares(const char *name)
 			return 999; \
 		return shares(#name), call arguments; \
 	}
-WRAP("libcudart.so", cudaIpcGetMemHandle, (ipc_handle * handle, void *memory), (handle, memory))
-WRAP("libcudart.so", cudaIpcOpenMemHandle, (void **memory, ipc_handle handle, unsigned flags), (memory, handle, flags))
+WRAP("libcudart", cudaIpcGetMemHandle, (ipc_handle * handle, void *memory), (handle, memory))
+WRAP("libcudart", cudaIpcOpenMemHandle, (void **memory, ipc_handle handle, unsigned flags), (memory, handle, flags))
 WRAP("libcuda.so", cuIpcGetMemHandle, (ipc_handle * handle, uint64_t memory), (handle, memory))
 WRAP("libcuda.so", cuIpcOpenMemHandle_v2, (uint64_t * memory, ipc_handle handle, unsigned flags), (memory, handle, flags))
 WRAP("libcuda.so", cuMemExportToShareableHandle, (void *handle, uint64_t memory, int type, uint64_t flags),
@@ -41,7 +41,7 @@ API int cudaGetDriverEntryPointByVersion(const char *name, void **found, unsigne
 	static int (*call)(const char *, void **, unsigned, unsigned long long, int *);
 	int error;
 
-	if (!call && !(*(void **)&call = real_symbol("libcudart.so", "cudaGetDriverEntryPointByVersion")))
+	if (!call && !(*(void **)&call = real_symbol("libcudart", "cudaGetDriverEntryPointByVersion")))
 		return 999;
 	error = call(name, found, version, flags, status);
 	if (error == 0 && name && found && *found && cuda_ours(name))
