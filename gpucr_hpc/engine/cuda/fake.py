@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gpucr_hpc.engine.cuda.driver import NOT_READY, CallFailed, State
@@ -52,9 +52,12 @@ class FakeDriver:
         self._inject("look", pid)
         if self._name(pid) == "none":
             return None
-        threads = [int(entry) for entry in os.listdir(f"/proc/{pid}/task")]
-        own = [t for t in threads if Path(f"/proc/{pid}/task/{t}/comm").read_text().startswith("cuda-")]
-        return max(own or threads)
+        names = {}
+        for entry in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # others come and go
+                names[int(entry)] = Path(f"/proc/{pid}/task/{entry}/comm").read_text()
+        own = [number for number, name in names.items() if name.startswith("cuda-")]
+        return max(own or names)
 
     def state(self, pid: int) -> State:
         self._inject("state", pid)
