@@ -21,6 +21,8 @@ from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trus
 
 _Finding = dict[str, Any]
 
+_UNPROTECTED = "jobs run without protection here"
+
 
 def doctor(
     nodes: Annotated[str, typer.Option("--nodes", help="Check these nodes, such as n[1-64], over SSH.")] = "",
@@ -76,11 +78,11 @@ async def _examine(config: Config) -> list[_Finding]:
         info = await criu.inspect(config.engine)
         findings.append(_finding("CRIU", True, f"version {info.text}, kernel features present"))
     except GpucrError as error:
-        findings.append(_finding("CRIU", False, error, error.advice()))
+        findings.append(_finding("CRIU", False, error, f"{error.advice()}   # otherwise {_UNPROTECTED}"))
     for program in (criu.INIT_PROGRAM, criu.HOOK_PROGRAM, "/usr/lib/gpucr/gpucr-task"):
         found = os.access(program, os.X_OK)
         findings.append(
-            _finding("program", found, program, "build and install it: make -C spank_plugin all install")
+            _finding("program", found, program, f"make -C spank_plugin all install   # otherwise {_UNPROTECTED}")
         )
     findings += [_finding(*line) for line in await doctor_host.examine(config, agent_pid())]
     findings += [_finding(*line) for line in gpu_doctor.examine(config.cuda)]
@@ -101,7 +103,8 @@ def _keys(config: Config) -> list[_Finding]:
             loader()
             findings.append(_finding("key", True, path))
         except GpucrError as error:
-            findings.append(_finding("key", False, error, error.advice()))
+            advice = f"{error.advice()}   # otherwise the agent does not start"
+            findings.append(_finding("key", False, error, advice))
     found, problems = recipients.of_site(keys)
     findings += [_finding("recipient", True, f"{r.key_id} {r.method} {r.name}".strip()) for r in found]
     return findings + [
@@ -115,10 +118,13 @@ async def _others() -> list[_Finding]:
     try:
         nodes = ask("status", nodes=await slurm.all_nodes())["nodes"]
     except GpucrError as error:
-        return [_finding("agents", False, error, error.advice())]
+        return [_finding("agents", False, error, f"{error.advice()}   # otherwise {_UNPROTECTED}")]
     bad = [f"{node['node']}: {node['problem']}" for node in nodes if node["problem"]]
     detail = f"{len(nodes) - len(bad)} of {len(nodes)} nodes answer" + (": " + "; ".join(bad[:5]) if bad else "")
-    advice = "start gpucr-agent there, with the same signing key and an open port: jobs of several nodes need it"
+    advice = (
+        "systemctl start gpucr-agent, there, with the same release, signing key and an open port   # otherwise jobs run "
+        "without protection on these nodes, and jobs of several nodes wherever they have one"
+    )
     return [_finding("agents", not bad, detail, advice)]
 
 
@@ -127,7 +133,7 @@ def _agent(config: Config) -> tuple[list[_Finding], float]:
     try:
         status = ask("status")
     except GpucrError as error:
-        return [_finding("agent", False, error, error.advice())], 0.0
+        return [_finding("agent", False, error, f"{error.advice()}   # otherwise {_UNPROTECTED}")], 0.0
     state = f"on {status['node']}, release {status['version']}, {len(status['jobs'])} jobs"
     state += f": {status['problem']}" if status["problem"] else ""
     advice = "see CRIU's line, then start the agent anew   # until then jobs run without protection"
