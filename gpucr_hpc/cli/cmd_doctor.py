@@ -122,8 +122,8 @@ async def _others() -> list[_Finding]:
     bad = [f"{node['node']}: {node['problem']}" for node in nodes if node["problem"]]
     detail = f"{len(nodes) - len(bad)} of {len(nodes)} nodes answer" + (": " + "; ".join(bad[:5]) if bad else "")
     advice = (
-        "systemctl start gpucr-agent, there, with the same release, signing key and an open port   # otherwise jobs run "
-        "without protection on these nodes, and jobs of several nodes wherever they have one"
+        "systemctl start gpucr-agent, there, with the same release, signing key and an open port   # otherwise jobs "
+        "run without protection on these nodes, and jobs of several nodes wherever they have one of them"
     )
     return [_finding("agents", not bad, detail, advice)]
 
