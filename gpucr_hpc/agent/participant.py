@@ -289,7 +289,7 @@ class LocalParticipant:
         it on its list."""
         key, dot, rank = task.key.partition(".")
         step = next((step for step in self.steps if step["key"] == key), None)
-        return bool(dot) and (step is None or int(rank) in step["ended"])
+        return bool(dot) and (step is None or rank in step["ended"])
 
     async def commit(self) -> None:
         self._job.run_dir.leaving.touch()

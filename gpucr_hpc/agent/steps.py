@@ -84,6 +84,10 @@ class StepOnNode:
     launch: str = ""
     ended: dict[int, int] = field(default_factory=dict)
 
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON gives it back: it has no keys but text, and a manifest is compared with what was written."""
+        return dataclasses.asdict(self) | {"ended": {str(rank): status for rank, status in self.ended.items()}}
+
 
 class Steps:
     """The steps of one job on this node. Only the batch host's launches any."""
@@ -322,7 +326,7 @@ class Steps:
         """For the journal and for images: everything needed to go on."""
         return {
             "steps": [step.as_dict() for step in self.steps.values()],
-            "on_node": [dataclasses.asdict(step) for step in self.on_node.values()],
+            "on_node": [step.as_dict() for step in self.on_node.values()],
         }
 
 

@@ -148,3 +148,18 @@ def test_traffic_survives_many_moves(lab, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["rounds"], report["failures"]) == (10, [])
     assert all(set(r["from"]).isdisjoint(r["to"]) for r in report["each"])
+
+
+def test_checkpoint_while_some_tasks_have_ended(lab):
+    """Their statuses are kept: the step goes on with the others, on other nodes, and ends with the highest."""
+    at = bench(lab, "steps-some-ended")
+    task = "echo rank $SLURM_PROCID; [ $SLURM_PROCID -lt 2 ] && exit $((5 + SLURM_PROCID))"
+    task += "; until [ -e go ]; do sleep 0.1; done; echo last"
+    job = at.submit(f"srun -N 2 -n 4 bash -c '{task}'; echo status $?", "-N", "2", "-n", "4", name="job")
+    for rank in range(4):
+        job.says(f"rank {rank}\n")
+    wait_until(lambda: job.gpucr("checkpoint", str(job.id), check=False).status == 0, 30, "a checkpoint")
+    job.move()
+    (at.directory / "go").touch()
+    job.end()
+    assert sorted(job.out.splitlines()) == ["last", "last", *(f"rank {n}" for n in range(4)), "status 6"]

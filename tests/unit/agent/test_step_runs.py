@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.agent.steps import Step
+from gpucr_hpc.agent.steps import Step, StepOnNode, Steps
 from gpucr_hpc.capsule.processes import start_time
 
 KEY = "0123456789abcdef"
@@ -87,3 +88,14 @@ def test_the_end_of_an_earlier_start_ends_nothing(
     told = asyncio.run(run())
     assert [wire.Type.OUTPUT, wire.Type.OUTPUT, wire.Type.SRUNEND] == [frame.type for frame in told]
     assert 0 == told[-1].int("STATUS")
+
+
+def test_state_is_what_json_gives_back() -> None:
+    """Also of a step of which a task has ended: a manifest with it would not read back, and no checkpoint be made."""
+    steps = Steps(cast(Any, None))
+    steps.on_node["1"] = StepOnNode("1", "10.200.0.1:5", "token", tasks=2, ended={0: 256, 11: 0})
+    state = steps.state()
+    assert json.loads(json.dumps(state)) == state
+    again = Steps(cast(Any, None))
+    again.adopt(state)
+    assert again.on_node == steps.on_node
