@@ -16,6 +16,7 @@ from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.nodes import CHECKOUT
 from gpucr_hpc.lab.wait import wait_until
 
+RING = 1000  # iterations of 50 ms: on a busy machine a drain takes half a minute
 WAIT = "echo begun; until [ -e go ]; do sleep 0.1; done; echo done"
 
 
@@ -115,7 +116,7 @@ def test_a_node_with_six_protected_jobs_and_another(lab: Lab, way: str) -> None:
     """Two MPI jobs of two nodes among them: the node is empty before the deadline, and every result is right."""
     at = bench(lab, f"drain-seven-{way}")
     at.put("ring.c", (CHECKOUT / "examples/ring.c").read_text())
-    ring = (CHECKOUT / "examples/ring.sh").read_text().replace('"$@"', "400 50000").replace("cd ", "cd . #")
+    ring = (CHECKOUT / "examples/ring.sh").read_text().replace('"$@"', f"{RING} 50000").replace("cd ", "cd . #")
     lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=force:4"])
     try:
         with under(at, way) as words:
@@ -146,7 +147,7 @@ def seven_jobs(lab: Lab, at: Bench, ring: str, words: list[str], *, kill: bool) 
     for job in rings:
         job.back(1, timeout_s=120).end(timeout_s=200)
         lines = [line for line in job.out.splitlines() if line.startswith("iteration")]
-        assert lines == [f"iteration {n} of 400" for n in range(0, 400, 50)]
+        assert lines == [f"iteration {n} of {RING}" for n in range(0, RING, 50)]
     assert len({line for job in rings for line in job.out.splitlines() if line.startswith("RESULT")}) == 1
     (at.directory / "go").touch()
     plain.end()
