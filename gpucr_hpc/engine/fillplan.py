@@ -29,7 +29,7 @@ from gpucr_hpc.image.reader import ImageReader
 #: A mapping of less is CRIU's.
 MAPPING_BYTES = 4 << 20
 #: With less to fill in all, CRIU restores everything: a hook costs it some processes.
-TREE_BYTES = 64 << 20
+TREE_BYTES = 128 << 20
 
 _FILE = re.compile(r"(mm|core|pagemap)-([0-9]+)\.img")
 _PSTREE = "pstree.img"

@@ -208,7 +208,7 @@ def without_fill() -> Any:
     shadow = Path("/bench/shadow")
     shutil.copytree("/src/gpucr_hpc", shadow / "gpucr_hpc", dirs_exist_ok=True)
     plan = shadow / "gpucr_hpc/engine/fillplan.py"
-    text = plan.read_text().replace("TREE_BYTES = 64 << 20", "TREE_BYTES = 1 << 60")
+    text = plan.read_text().replace("TREE_BYTES = 128 << 20", "TREE_BYTES = 1 << 60")
     assert text != plan.read_text()
     plan.write_text(text)
     kept = os.environ["PYTHONPATH"]
