@@ -276,6 +276,7 @@ class _Checkpoint:
     async def _connect(self) -> None:
         job, geometry = self._job, self._job.geometry
         assert geometry is not None
+        await self._nccl.settled(self._budget.left() / 2)
         for peer in await job.context.connector.open_all(job.job, geometry.others):
             self._remote.append(
                 RemoteParticipant(

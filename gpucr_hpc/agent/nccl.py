@@ -98,6 +98,13 @@ class JobNccl:
         self.taken = False
         self._back: asyncio.Task[None] | None = None
 
+    async def settled(self, limit_s: float) -> None:
+        """Wait for communicators that are just coming back, but no longer: a process answers one agent at a time, so
+        preflight would not reach it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, limit_s)), self._job.nccl_turn:
+                pass
+
     async def take(self, left_s: float) -> None:
         if not self._wanted():
             return

@@ -160,3 +160,21 @@ def test_what_cannot_be_taken_away_stops_a_checkpoint_that_needs_it(
         assert not quiesce.taken
 
     asyncio.run(run())
+
+
+def test_communicators_that_are_coming_back_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a checkpoint asks the ranks anything; not for longer than there is time."""
+
+    async def run() -> None:
+        job: Any = Job(tmp_path, Rank(), monkeypatch)
+        quiesce = nccl.JobNccl(job, wanted=lambda: True, needed=lambda: True)
+        await quiesce.settled(10)
+        async with job.nccl_turn:
+            await asyncio.wait_for(quiesce.settled(0.05), 10)
+            waits = asyncio.ensure_future(quiesce.settled(30))
+            await asyncio.sleep(0)
+            assert not waits.done()
+        await asyncio.wait_for(waits, 10)
+        assert not job.nccl_turn.locked()
+
+    asyncio.run(run())
