@@ -30,6 +30,7 @@ static int signals = -1;
 static sigset_t original_mask;
 static long long term_since = NEVER, ended_at;
 static bool term_seen;        /* Slurm ends the job, also if the agent took the signal and died then; until ATTACH */
+static bool spawned;          /* the capsule has our task */
 static bool notice_seen;      /* our preemption signal came at any time in this run */
 static int end_status;
 
@@ -71,7 +72,9 @@ static void agent_frame(struct frame *f)
 		_exit((int)frame_int(f, "STATUS", 1) & 0xff);
 	case GC_START:
 		print_msg(f);
-		if (first) {
+		/* Again when a checkpoint came before the shepherd had heard of the task. */
+		if (first || (phase == P_DETACHED && !spawned)) {
+			hellos_open = 0;
 			decided = true;
 			start(f);
 		}
@@ -151,6 +154,7 @@ static void shepherd_frame(struct frame *f)
 	case GC_ATTACHED:
 		if (phase != P_SPAWNING)
 			break;
+		spawned = true;
 		/* A checkpoint may have come between SPAWNED and GO. */
 		held_pid = f->type == GC_SPAWNED || frame_int(f, "HELD", 0) ? frame_int(f, "PID", 0) : 0;
 		if (held_pid && is_step(&args)) {

@@ -12,7 +12,7 @@ import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc.agent import journal, lead
+from gpucr_hpc.agent import journal, lead, supervision
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.dumpprogress import DumpProgress
@@ -129,10 +129,6 @@ class ProtectedJob:
             except (GpucrError, OSError) as error:
                 log.warning("task not placed", job=self.job, pid=process.pid, error=str(error))
 
-    async def attach(self, supervisor: Supervisor, message: str, *, restored: bool) -> None:
-        """Let a supervisor take over the stdio of its running task."""
-        await supervisor.attach(self.run_dir.shepherd_socket, message, restored=restored)
-
     async def arrived(self) -> None:
         """A supervisor has come: a restore may wait for it."""
         async with self._arrived:
@@ -233,7 +229,8 @@ class ProtectedJob:
         if self.capsule is None or not self.capsule.alive():
             self.phase = Phase.RUNNING  # until its supervisors have seen the end
             for supervisor in list(self.supervisors.values()):
-                await self.attach(supervisor, message if supervisor.key == "batch" else "", restored=False)
+                text = message if supervisor.key == "batch" else ""
+                await supervisor.attach(self.run_dir.shepherd_socket, text, restored=False)
             if not self.supervisors:
                 await self.discard()
             return
@@ -242,8 +239,8 @@ class ProtectedJob:
         self.keep_ready()
         for supervisor in list(self.supervisors.values()):
             text = message if supervisor.key == "batch" else ""
-            if detached:
-                await self.attach(supervisor, text, restored=False)
+            if detached or supervisor.key not in self.tasks:
+                await supervision.take_up(self, supervisor, text, restored=False)
             elif text:
                 await supervisor.print(text)
         if detached:

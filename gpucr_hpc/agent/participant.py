@@ -202,6 +202,7 @@ class LocalParticipant:
         job = self._job
         self.detached = True
         self.tasks = await shepherd.detach(job.job, job.context.node, job.run_dir.shepherd_socket)
+        job.tasks &= {task.key for task in self.tasks}  # others are started when it goes on
         self.steps = job.steps.state()["on_node"]
         if any(t.key == "batch" and t.status is not None for t in self.tasks):
             raise CoordinationError(job=job.job, reason="it has ended, nothing is left to checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 from typing import TYPE_CHECKING
 
@@ -103,10 +104,18 @@ async def _admit(job: ProtectedJob, supervisor: Supervisor) -> None:
     """The capsule runs: the supervisor is attached already, its task waits for it, or is to be started."""
     if supervisor.hello.int("ATTACHED"):
         await supervisor.ok()
-    elif supervisor.key in job.tasks:
-        await job.attach(supervisor, "", restored=False)
     else:
-        await start_task(job, supervisor, "")
+        await take_up(job, supervisor, "", restored=False)
+
+
+async def take_up(job: ProtectedJob, supervisor: Supervisor, message: str, *, restored: bool) -> None:
+    """Let a supervisor take over the stdio of its running task, or start the task: a step may begin while its tree stands
+    still or is being restored."""
+    if supervisor.key in job.tasks:
+        await supervisor.attach(job.run_dir.shepherd_socket, message, restored=restored)
+        return
+    with contextlib.suppress(OSError):  # it has ended, which its connection will tell
+        await start_task(job, supervisor, message)
 
 
 async def start_task(job: ProtectedJob, supervisor: Supervisor, message: str) -> None:

@@ -57,6 +57,41 @@ def test_agent_restart(up: Lab) -> None:
     assert 4 == finish(task, agent)[0]
 
 
+def test_a_checkpoint_before_the_shepherd_has_heard_of_the_task(up: Lab) -> None:
+    """It takes its leave with the request unread; the agent says START again, and nothing has run twice."""
+    early = str(up.dir / "early")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(early)
+        os.chmod(early, 0o666)
+        listener.listen()
+        task = up.task("sh", "-c", "echo once; exit 5")
+        agent, _hello = up.accept()
+        agent.send(make(Type.START, SOCKET=early, TASK="batch.0"))
+        leaving = Peer(listener.accept()[0])
+        leaving.expect(Type.SPAWN)
+        leaving.send(make(Type.DETACHED))
+        with pytest.raises(EOFError):
+            leaving.receive()
+        leaving.close()
+    agent.send(make(Type.START, SOCKET=up.shepherd, TASK="batch.0"))
+    code, out, _, _ = finish(task, agent)
+    assert (5, b"once\n") == (code, out)
+
+
+def test_start_is_heard_once(up: Lab) -> None:
+    task, agent = up.start("sh", "-c", "echo up; read x; exit 6", stdin=subprocess.PIPE)
+    assert task.stdout
+    assert task.stdin
+    task.stdout.readline()
+    up.detach()
+    agent.send(make(Type.START, SOCKET=up.shepherd, TASK="batch.0"))
+    up.attach(agent)
+    task.stdin.write(b"\n")
+    task.stdin.flush()
+    code, out, _, _ = finish(task, agent)
+    assert (6, b"") == (code, out)
+
+
 def test_term_without_agent(up: Lab) -> None:
     """scancel does not depend on the agent."""
     task, agent = up.start("sh", "-c", "echo up; exec sleep 100")
