@@ -12,7 +12,7 @@ import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc.agent import journal, lead, supervision
+from gpucr_hpc.agent import journal, lead, tasks
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.context import Context
 from gpucr_hpc.agent.dumpprogress import DumpProgress
@@ -240,7 +240,7 @@ class ProtectedJob:
         for supervisor in list(self.supervisors.values()):
             text = message if supervisor.key == "batch" else ""
             if detached or supervisor.key not in self.tasks:
-                await supervision.take_up(self, supervisor, text, restored=False)
+                await tasks.take_up(self, supervisor, text, restored=False)
             elif text:
                 await supervisor.print(text)
         if detached:

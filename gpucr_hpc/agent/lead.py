@@ -17,7 +17,7 @@ from gpucr_hpc.agent import (
     peers,
     recipients,
     restarting,
-    supervision,
+    tasks,
 )
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.context import Context
@@ -42,20 +42,6 @@ CAPSULE_DIED = 137  # as gpucr-task says it
 def exit_code(status: int) -> int:
     """Exit code of a wait(2) status as a shell shows it."""
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
-def virtual_names(geometry: Geometry, node_rank: int) -> dict[str, str]:
-    """Slurm's variables that name nodes, with the job's own names."""
-    names = ",".join(geometry.names)
-    own = geometry.names[node_rank]
-    return {
-        "SLURM_JOB_NODELIST": names,
-        "SLURM_NODELIST": names,
-        "SLURM_STEP_NODELIST": names,
-        "SLURMD_NODENAME": own,
-        "SLURM_TOPOLOGY_ADDR": own,
-        "HOSTNAME": own,
-    }
 
 
 # --- other nodes ----------------------------------------------------------------------------------------
@@ -204,7 +190,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
     await job.steps.connect()
     job.keep_ready()
     log.info("capsule built", job=job.job, init_pid=job.capsule.init_pid, nodes=len(job.geometry.nodes))
-    await supervision.start_task(job, supervisor, message)
+    await tasks.start_task(job, supervisor, message)
     job.spawn(gpuword.watch(job))
 
 

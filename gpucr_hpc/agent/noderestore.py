@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpucr_hpc.agent import batchscript, supervision
+from gpucr_hpc.agent import batchscript, tasks
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import Steps, environment_of
 from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
@@ -263,7 +263,7 @@ class NodeRestore:
             job.run_dir.save_gpus({})  # they have the new cards now
         job.set_phase(Phase.RUNNING)
         for supervisor in list(job.supervisors.values()):
-            await supervision.take_up(job, supervisor, message if supervisor.key == "batch" else "", restored=True)
+            await tasks.take_up(job, supervisor, message if supervisor.key == "batch" else "", restored=True)
         await job.steps.connect()
         self.report += await self._gpus.probe()
         await self.close()

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 from typing import TYPE_CHECKING
 
 from gpucr_hpc import wire
-from gpucr_hpc.agent import lead
+from gpucr_hpc.agent import lead, tasks
 from gpucr_hpc.agent.phase import AT_WORK, Phase
-from gpucr_hpc.agent.report import PROGRESS_FILE
 from gpucr_hpc.agent.steps import LAUNCH_VARIABLE, StepOnNode, environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule.processes import start_time, wait_gone
-from gpucr_hpc.engine.cuda.processes import driver_loaded
 from gpucr_hpc.log import Log
 
 if TYPE_CHECKING:
@@ -23,9 +20,6 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 _LOOK_INTERVAL_S = 0.1
-
-# What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
-_DUMPABLE = {"USE_LIBUV": "0"}  # on nodes with GPUs: PyTorch's TCPStore would use io_uring
 
 
 # --- HELLO ------------------------------------------------------------------------------------------------
@@ -105,43 +99,7 @@ async def _admit(job: ProtectedJob, supervisor: Supervisor) -> None:
     if supervisor.hello.int("ATTACHED"):
         await supervisor.ok()
     else:
-        await take_up(job, supervisor, "", restored=False)
-
-
-async def take_up(job: ProtectedJob, supervisor: Supervisor, message: str, *, restored: bool) -> None:
-    """Let a supervisor take over the stdio of its running task, or start the task: a step may begin while its tree stands
-    still or is being restored."""
-    if supervisor.key in job.tasks:
-        await supervisor.attach(job.run_dir.shepherd_socket, message, restored=restored)
-        return
-    with contextlib.suppress(OSError):  # it has ended, which its connection will tell
-        await start_task(job, supervisor, message)
-
-
-async def start_task(job: ProtectedJob, supervisor: Supervisor, message: str) -> None:
-    """Let a supervisor start its task in the capsule."""
-    step = job.steps.on_node.get(supervisor.hello.get("STEP"))
-    await supervisor.start(
-        job.run_dir.shepherd_socket,
-        _env(job, supervisor.pid),
-        message,
-        stdio=step.stdio if step else "",
-        token=step.token if step else "",
-    )
-    job.tasks.add(supervisor.key)  # not before: a supervisor that has heard START ignores a second one
-    job.save()
-
-
-def _env(job: ProtectedJob, pid: int) -> dict[str, str]:
-    """Variables that a task gets besides its own: the job's names for its nodes, not those of this run."""
-    env = {"GPUCR_CAPSULE": job.job, "GPUCR_SHEPHERD": job.run_dir.shepherd_socket}
-    env["GPUCR_PROGRESS"] = PROGRESS_FILE
-    own = environment_of(pid)
-    if driver_loaded():
-        env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
-    if job.geometry is not None and job.geometry.names != job.geometry.nodes:
-        env |= {k: v for k, v in lead.virtual_names(job.geometry, job.node_rank).items() if k in own}
-    return env
+        await tasks.take_up(job, supervisor, "", restored=False)
 
 
 # --- frames of a running supervisor, and its end ------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpucr_hpc.agent import noderestore, participant, supervision
+from gpucr_hpc.agent import noderestore, participant, tasks
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.participant import LocalParticipant
@@ -48,7 +48,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ProtectedJob:
 
     monkeypatch.setattr(made, "save", lambda: None)
     monkeypatch.setattr(made.steps, "connect", nothing)
-    monkeypatch.setattr(supervision, "environment_of", lambda pid: {} if pid == 0 else Path(f"/proc/{pid}").stat())
+    monkeypatch.setattr(tasks, "environment_of", lambda pid: {} if pid == 0 else Path(f"/proc/{pid}").stat())
     for module in (noderestore.network, participant.network):
         monkeypatch.setattr(module, "lock", nothing)
         monkeypatch.setattr(module, "unlock", nothing)
