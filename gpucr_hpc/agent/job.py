@@ -252,10 +252,13 @@ class ProtectedJob:
         """The job has gone from this node: its supervisors go, and everything of it is removed."""
         self.set_phase(Phase.LEAVING)
         self.context.connector.forget(self.job)
-        for supervisor in list(self.supervisors.values()):
-            await supervisor.release(message if supervisor.key == "batch" else "")
-        await discard(self.job, self.run_dir, self.capsule)
-        self.capsule, self.phase, self.tasks = None, Phase.NEW, set()
+        try:
+            for supervisor in list(self.supervisors.values()):
+                await supervisor.release(message if supervisor.key == "batch" else "")
+            await discard(self.job, self.run_dir, self.capsule)
+            self.capsule, self.tasks = None, set()
+        finally:
+            self.phase = Phase.NEW  # its next run waits for that
 
     async def discard(self) -> None:
         """End the capsule and remove everything of the job from this node, and from its other nodes when this one

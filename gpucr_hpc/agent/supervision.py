@@ -42,8 +42,9 @@ async def _end_earlier_run(job: ProtectedJob, supervisor: Supervisor) -> None:
     """Remove what an earlier run has left here, as lead or as member: its capsule is not that of the new run."""
     if supervisor.hello.int("RESTART") <= job.run:
         return
-    while job.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING) and supervisor.lives():
-        await asyncio.sleep(_LOOK_INTERVAL_S)  # it is being undone, or leaves
+    # It is being undone, or leaves: Slurm's KillWait ends supervisors while another node's agent is waited for.
+    while job.phase in (Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.LEAVING) and supervisor.lives():
+        await asyncio.sleep(_LOOK_INTERVAL_S)
     await job.clear()
 
 

@@ -97,16 +97,19 @@ def test_a_new_run_begins_without_the_capsule_of_the_last(
     assert job.steps is not sruns
 
 
+@pytest.mark.parametrize("phase", [Phase.CHECKPOINTING, Phase.REQUEUEING, Phase.LEAVING])
 def test_a_new_run_waits_for_the_end_of_a_checkpoint(
-    tmp_path: Path, discarded: list[object], begun: list[object]
+    tmp_path: Path, discarded: list[object], begun: list[object], phase: Phase
 ) -> None:
+    """To be sent away with the run that leaves would end the job."""
+
     async def run() -> None:
         job = job_of(tmp_path, run=0, capsule=Capsule())
-        job.phase = Phase.CHECKPOINTING
+        job.phase = phase
         hello = asyncio.ensure_future(supervision.hello(job, batch(restart=1)))
         await asyncio.sleep(0)
         assert (discarded, begun) == ([], [])
-        job.phase = Phase.RUNNING
+        job.phase = Phase.RUNNING if phase is Phase.CHECKPOINTING else Phase.NEW
         await asyncio.wait_for(hello, 10)
         assert begun == [None]
 
