@@ -21,6 +21,8 @@ _memcmp = _libc.memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memset = _libc.memset
 _memset.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)
+_memmove = _libc.memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _vmsplice = ctypes.CDLL(None, use_errno=True).vmsplice
 _vmsplice.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_uint)
 _vmsplice.restype = ctypes.c_ssize_t
@@ -110,6 +112,11 @@ def lend(fd: int, buffer: Buffer, at: int, size: int) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return taken
+
+
+def copy(source: Buffer, at: int, size: int, target: Buffer, to: int) -> None:
+    """Copy `size` bytes between two buffers."""
+    _memmove(target.address + to, source.address + at, size)
 
 
 def equal(one: Buffer, at: int, other: Buffer, size: int) -> bool:

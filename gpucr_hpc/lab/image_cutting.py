@@ -19,7 +19,7 @@ from pathlib import Path
 
 from gpucr_hpc.engine import pagemap
 from gpucr_hpc.image.chunks import CHUNK_BYTES
-from gpucr_hpc.image.cutting import PAGE_BYTES, cuts
+from gpucr_hpc.image.cutting import PAGE_BYTES, cuts, marks
 from gpucr_hpc.lab import image_bench
 from gpucr_hpc.lab.image_bench import TMPFS, Tree, raw_dump
 from gpucr_hpc.proc import clean_env
@@ -82,15 +82,9 @@ def fixed(size: int) -> Way:
 
 def by_content(data: bytes) -> Iterator[bytes]:
     """As the writer cuts."""
-    at = 0
-    while at < len(data):
-        part = memoryview(data)[at : at + CHUNK_BYTES]
-        ends = cuts(part, len(part))
-        if at + CHUNK_BYTES >= len(data) or not ends:
-            ends.append(len(part))
-        for start, end in zip([0, *ends], ends, strict=False):
-            yield bytes(part[start:end])
-        at += ends[-1]
+    ends = [page * PAGE_BYTES for page in cuts(marks(memoryview(data)))]
+    for start, end in zip([0, *ends], [*ends, len(data)], strict=True):
+        yield data[start:end]
 
 
 WAYS: dict[str, Way] = {

@@ -17,7 +17,7 @@ from unittest import mock
 from gpucr_hpc.image.buffers import Buffer, compress, decompress
 from gpucr_hpc.image.chunkid import ChunkIds
 from gpucr_hpc.image.chunks import CHUNK_BYTES, SAMPLE_BYTES, TAG_BYTES, Origin, is_zero, seal, squeeze, unseal
-from gpucr_hpc.image.cutting import cuts
+from gpucr_hpc.image.cutting import cuts, marks
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.writer import ImageWriter
 
@@ -46,7 +46,7 @@ def steps() -> dict[str, Callable[[], object]]:
     return {
         "memcpy": lambda: room.view.__setitem__(slice(None), noise.view),
         "zero test": lambda: is_zero(zero, 0, CHUNK_BYTES),
-        "cuts": lambda: cuts(noise.view, CHUNK_BYTES),
+        "cuts": lambda: cuts(marks(noise.view)),
         "id": lambda: ids.of(noise.view),
         "SHA-256, for comparison": lambda: hashlib.sha256(noise.view).digest(),
         "AES-256-GCM": lambda: seal(origin.cipher, number, noise.view, place, sealed),
@@ -117,7 +117,7 @@ def path(content: Buffer, threads: int) -> tuple[float, float]:
             for at in range(0, CHUNK_BYTES, 32 << 10):
                 content.view[at + 64 : at + 72] = (number * CHUNK_BYTES + at).to_bytes(8, "little")
             stream.write(content.view)
-    image._pool.shutdown(wait=True)
+    image._crew.end()
     took, used = time.perf_counter() - start, time.process_time() - used
     image.abort()
     return _CHUNKS * CHUNK_BYTES / took / 1e9, used / _CHUNKS
@@ -147,7 +147,7 @@ def main() -> None:
     pairs = []
     for _ in range(ROUNDS):
         tried = path(noise, processors)[1]
-        with mock.patch("gpucr_hpc.image.writer.squeeze", return_value=0):
+        with mock.patch("gpucr_hpc.image.packs.squeeze", return_value=0):
             pairs.append(tried / path(noise, processors)[1])
     ratios["noise: CPU time / CPU time without compression"] = statistics.median(pairs)
     print(json.dumps({"rates": rates, "ratios": ratios, "sample_bytes": 4 * SAMPLE_BYTES, "words_stored": share}))

@@ -155,7 +155,7 @@ def test_any_failure_of_a_worker_fails_the_image(staging, monkeypatch):
     def broken(*args):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("gpucr_hpc.image.writer.seal", broken)
+    monkeypatch.setattr("gpucr_hpc.image.packs.seal", broken)
     image = writer(staging)
     image.stream("a").write(b"x" * CHUNK_BYTES)
     with pytest.raises((ImageError, UsageError)):

@@ -302,7 +302,7 @@ def test_old_cryptography_without_encrypt_into(staging, monkeypatch):
 
     data = os.urandom(CHUNK_BYTES + 5) + b"text " * 100_000
     image = writer(staging)
-    image._origin.cipher = Old(image._origin.cipher)
+    image._packs.origin.cipher = Old(image._packs.origin.cipher)
     with image.stream("a") as stream:
         stream.write(data)
     entry = image.finish()

@@ -72,7 +72,7 @@ def test_beyond_the_room_sealing_begins():
 def test_what_does_not_fit_is_sealed_as_it_comes():
     """Holding back would only lose time."""
     held = Held(room=4, expected=40)
-    assert held.image._begin.is_set()
+    assert held.image._crew.sealing
     held.take("pages-1.img", data := os.urandom(3 * CHUNK_BYTES))
     held.check({"pages-1.img": data})
 

@@ -1,0 +1,189 @@
+"""One part of a stream: where its chunks end, and their way into the store.
+
+Who calls: streams make parts, the crew's threads place and seal them. A chunk may begin in one part and end in the next
+one: a part that is placed says to its successor what is left at its end, and the successor seals that with its own
+beginning. Parts are placed in the order of the stream, and sealed in any.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from gpucr_hpc.errors import GpucrError, ImageError
+from gpucr_hpc.image import cutting
+from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, copy
+from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.packs import Packs
+from gpucr_hpc.image.relay import Pipe, Relay
+
+_SMALL_BYTES = 64 << 10  # sealed where it was read: a hand-over costs as much, and its buffer would be mostly air
+
+
+class Means:
+    """What the parts of an image share; path: its name for messages."""
+
+    def __init__(self, packs: Packs, buffers: Pool, relay: Relay, path: str) -> None:
+        self.packs, self.buffers, self.relay = packs, buffers, relay
+        self.joint = PerThread(CHUNK_BYTES)
+        self.lock = threading.Lock()
+        self.failure: GpucrError | None = None
+        self._path = path
+
+    def fail(self, error: Exception) -> None:
+        """The image is lost; the first reason counts. From any thread."""
+        if not isinstance(error, GpucrError):  # a bug or MemoryError: the image must not look complete
+            error = ImageError(path=self._path, reason=f"{type(error).__name__}: {error}")
+        with self.lock:
+            self.failure = self.failure or error
+        self.relay.close()
+
+    def check(self) -> None:
+        """Raise what made the image fail, if anything did."""
+        if self.failure is not None:
+            raise self.failure
+
+
+class Part:
+    """`size` bytes in a buffer, or in a pipe from which `place` gets them.
+
+    before: the part before it in its stream. keep: makes place for so many records at the stream's end, and says the
+    first one's number; put: writes records from that number on. pages: it is cut by its content, else it is one chunk.
+    last: nothing follows; all others have CHUNK_BYTES.
+    """
+
+    def __init__(
+        self,
+        means: Means,
+        size: int,
+        source: Buffer | Pipe | None,
+        *,
+        before: Part | None,
+        keep: Callable[[int], int],
+        put: Callable[[int, bytes], None],
+        pages: bool,
+        last: bool,
+    ) -> None:
+        self._means, self._size, self._before = means, size, before
+        self._keep, self._put, self._pages, self._last = keep, put, pages, last
+        self._pipe = source if isinstance(source, Pipe) else None
+        self._buffer = source if isinstance(source, Buffer) else None
+        self._ends: list[int] = []
+        self._joined: Part | None = None  # where its first chunk began
+        self._number = 0
+        self._mark = 1
+        self._users = 1  # of the buffer
+        self._settled = threading.Lock()
+        self._settled.acquire()
+        self.is_placed = False
+
+    @property
+    def is_small(self) -> bool:
+        """Whether handing it over costs more than sealing it."""
+        return self.is_placed and self._size <= _SMALL_BYTES
+
+    @property
+    def _left(self) -> int:
+        """Bytes at the end that belong to the next part's first chunk."""
+        return self._size - self._ends[-1] if self._ends else 0
+
+    def place(self) -> None:
+        """Get the bytes and decide where chunks end, after the part before it has done so. On return no byte of it is
+        in a pipe any more. A failure is the image's. Twice is fine."""
+        if self.is_placed:
+            return
+        try:
+            self._fetch()
+            self._cut()
+        except Exception as error:
+            self._means.fail(error)
+        finally:
+            self.is_placed = True
+            self._settled.release()
+
+    def wait(self) -> None:
+        """Return when it is placed."""
+        with self._settled:
+            pass
+
+    def _fetch(self) -> None:
+        pipe, self._pipe = self._pipe, None
+        if pipe is None:
+            return
+        empty = False
+        try:
+            self._means.check()
+            self._buffer = self._means.buffers.take()
+            pipe.empty_into(self._buffer.view[: self._size])
+            empty = True
+        finally:
+            self._means.relay.give(pipe, empty=empty)
+
+    def _cut(self) -> None:
+        marks = []
+        if self._pages and self._buffer is not None:
+            marks = cutting.marks(self._buffer.view[: self._size])
+            self._mark = marks[-1] if marks else 1
+        before, self._before = self._before, None
+        left, mark = 0, 1
+        if before is not None:
+            before.wait()
+            self._means.check()
+            left, mark = before._left, before._mark
+            self._joined = before if left else None
+        if self._pages:
+            pages = cutting.cuts(marks, left // cutting.PAGE_BYTES, mark)
+            self._ends = [page * cutting.PAGE_BYTES for page in pages]
+            if self._last and left + self._size > 0 and self._ends[-1:] != [self._size]:
+                self._ends.append(self._size)
+        else:
+            self._ends = [self._size]
+        self._users += self._left > 0
+        self._number = self._keep(len(self._ends))
+
+    def seal(self) -> None:
+        """Have its chunks stored and their records put; a failure is the image's."""
+        try:
+            records, at = [], 0
+            for end in self._ends:
+                self._means.check()
+                records.append(self._store(at, end))
+                at = end
+            self._put(self._number, b"".join(records))
+        except Exception as error:
+            self._means.fail(error)
+        finally:
+            self._let_go()
+
+    def _store(self, at: int, end: int) -> bytes:
+        before, self._joined = self._joined, None
+        packs = self._means.packs
+        if before is None:
+            assert self._buffer is not None
+            return packs.store(self._buffer, at, end - at)
+        # This chunk began in the part before.
+        assert before._buffer is not None
+        at, size = before._ends[-1], before._left
+        try:
+            if not end:
+                return packs.store(before._buffer, at, size)
+            assert self._buffer is not None
+            joint = self._means.joint.get()
+            copy(before._buffer, at, size, joint, 0)
+            copy(self._buffer, 0, end, joint, size)
+            return packs.store(joint, 0, size + end)
+        finally:
+            before._let_go()
+
+    def _let_go(self) -> None:
+        with self._means.lock:
+            self._users -= 1
+            buffer = None if self._users else self._buffer
+        if buffer is not None:
+            self._buffer = None
+            self._means.buffers.give(buffer)
+
+    def drop(self) -> None:
+        """It comes too late: nobody will place it."""
+        if self._pipe is not None:
+            self._means.relay.give(self._pipe, empty=False)
