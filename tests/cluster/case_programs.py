@@ -159,6 +159,84 @@ int main(void)
 """,
 )
 
+# Memory of every kind, parent and child that share what neither has changed, and pages that nobody has touched: each page
+# says after the move what it said before.
+WHOLE["memory-kinds"] = (
+    "c",
+    _C
+    + r"""
+enum { KINDS = 7, PAGE = 4096, PAGES = 1500 };
+
+static unsigned long word(int kind, int who, long page)
+{
+    unsigned long x = kind * 1000003UL + page * 8191 + 1;
+
+    if (who && page % 5 == 0) x += 77; /* the child has changed these */
+    return page % 7 == 3 ? 0 : x * 6364136223846793005UL + page % 3;
+}
+
+static void fill(char *at, int kind, int who, long page)
+{
+    unsigned long *p = (unsigned long *)(at + page * PAGE);
+
+    for (int i = 0; i < PAGE / 8; i++) p[i] = word(kind, who, page);
+}
+
+static void check(char **at, int who)
+{
+    for (int kind = 0; kind < KINDS; kind++)
+        for (long page = 0; page < PAGES; page++) {
+            unsigned long *p = (unsigned long *)(at[kind] + page * PAGE);
+            int whose = kind >= 5 ? 0 : who; /* the last two are shared */
+
+            MUST(p[0] == word(kind, whose, page) && p[300] == p[0] && p[511] == p[0]);
+        }
+}
+
+int main(int argc, char **argv)
+{
+    size_t size = (size_t)PAGES * PAGE;
+    char name[300], *at[KINDS], *untouched;
+    int done[2];
+    int anon = MAP_PRIVATE | MAP_ANONYMOUS, both = PROT_READ | PROT_WRITE;
+
+    snprintf(name, sizeof(name), "/tmp/%s.kinds", argv[argc - 1]);
+    int file = open(name, O_RDWR | O_CREAT, 0600), fd = memfd_create("kinds", 0);
+    MUST(file >= 0 && fd >= 0 && ftruncate(file, size) == 0 && ftruncate(fd, size) == 0);
+    for (int kind = 0; kind < 4; kind++) at[kind] = mmap(NULL, size, both, anon, -1, 0);
+    at[4] = mmap(NULL, size, both, MAP_PRIVATE, file, 0);
+    at[5] = mmap(NULL, size, both, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    at[6] = mmap(NULL, size, both, MAP_SHARED, fd, 0);
+    untouched = mmap(NULL, size, both, anon, -1, 0);
+    for (int kind = 0; kind < KINDS; kind++) MUST(at[kind] != MAP_FAILED);
+    MUST(untouched != MAP_FAILED && mlock(at[1], 4 * PAGE) == 0);
+    madvise(at[2], size, MADV_HUGEPAGE);
+    for (int kind = 0; kind < KINDS; kind++)
+        for (long page = 0; page < PAGES; page++) fill(at[kind], kind, 0, page);
+    for (long page = 0; page < PAGES; page += 9) MUST(untouched[page * PAGE] == 0);
+    MUST(pipe(done) == 0);
+    pid_t child = fork();
+    MUST(child >= 0);
+    for (int kind = 0; !child && kind < 5; kind++)
+        for (long page = 0; page < PAGES; page += 5) fill(at[kind], kind, 1, page);
+    MUST(mprotect(at[3], size, PROT_NONE) == 0);
+    if (!child) MUST(write(done[1], "x", 1) == 1);
+    if (child) {
+        MUST(read(done[0], name, 1) == 1);
+        ready();
+    }
+    wait_file("go");
+    MUST(mprotect(at[3], size, both) == 0);
+    check(at, !child);
+    for (long page = 0; page < PAGES; page += 4) MUST(untouched[page * PAGE] == 0);
+    if (!child) exit(0);
+    int status;
+    MUST(waitpid(child, &status, 0) == child && status == 0);
+    printf("ok\n");
+}
+""",
+)
+
 # C20: flock, POSIX and open file description locks, and a process that waits for one.
 WHOLE["locks"] = (
     "c",
