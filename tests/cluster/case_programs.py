@@ -159,8 +159,8 @@ int main(void)
 """,
 )
 
-# Memory of every kind, parent and child that share what neither has changed, and pages that nobody has touched: each page
-# says after the move what it said before.
+# Memory of every kind, parent and child that share what neither has changed, and pages that nobody has touched: each
+# page says after the move what it said before.
 WHOLE["memory-kinds"] = (
     "c",
     _C
