@@ -9,8 +9,9 @@ import threading
 
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.worker import Worker
-from gpucr_hpc.image import writer
+from gpucr_hpc.image import packs, writer
 from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.files import default_workers
 from gpucr_hpc.image.keys import DataKey, SiteKey
 from gpucr_hpc.wire import send_record
 
@@ -21,13 +22,13 @@ LIMIT_S = 20
 def test_what_nobody_will_publish_is_not_sealed_to_its_end(tmp_path, monkeypatch):
     """It stops at the chunk that it is at, and removes what there is."""
     reached, gone, stored = threading.Event(), threading.Event(), []
-    store = writer.ImageWriter._store
+    store = packs.Packs.store
 
-    def slow(image, buffer, at, size):
+    def slow(files, buffer, at, size):
         stored.append(size)
         reached.set()
         assert gone.wait(LIMIT_S)
-        return store(image, buffer, at, size)
+        return store(files, buffer, at, size)
 
     give_up = writer.ImageWriter.give_up
 
@@ -35,7 +36,7 @@ def test_what_nobody_will_publish_is_not_sealed_to_its_end(tmp_path, monkeypatch
         give_up(image)
         gone.set()
 
-    monkeypatch.setattr(writer.ImageWriter, "_store", slow)
+    monkeypatch.setattr(packs.Packs, "store", slow)
     monkeypatch.setattr(writer.ImageWriter, "give_up", given_up)
     key = DataKey.generate(SiteKey(b"s" * 32).id_key(JOB))
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -54,6 +55,6 @@ def test_what_nobody_will_publish_is_not_sealed_to_its_end(tmp_path, monkeypatch
     ours.close()
     work.join(LIMIT_S)
     assert not work.is_alive()
-    assert len(stored) <= writer.default_workers()
+    assert len(stored) <= default_workers()
     assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
     theirs.close()
