@@ -307,7 +307,7 @@ def configured(lab: Lab, extra: str, nodes: Sequence[str] = ()) -> Iterator[None
 
 @contextmanager
 def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
-    """One more line in every slurm.conf while the test runs."""
+    """One more line in every slurm.conf while the test runs; nodes that are off at its end are started."""
 
     def write(text: str) -> None:
         for node in lab.nodes():  # one that was started anew has its files in another place
@@ -320,6 +320,9 @@ def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
         write(before + line + "\n")
         yield
     finally:
+        for node in lab.nodes():
+            if lab.pid(node) is None:
+                lab.start(node)
         write(before)
 
 
