@@ -155,7 +155,7 @@ def test_checkpoint_while_some_tasks_have_ended(lab):
     at = bench(lab, "steps-some-ended")
     task = "echo rank $SLURM_PROCID; [ $SLURM_PROCID -lt 2 ] && exit $((5 + SLURM_PROCID))"
     task += "; until [ -e go ]; do sleep 0.1; done; echo last"
-    job = at.submit(f"srun -N 2 -n 4 bash -c '{task}'; echo status $?", "-N", "2", "-n", "4", name="job")
+    job = at.submit(f"srun -N 2 -n 4 bash -c '{task}' 2>/dev/null; echo status $?", "-N", "2", "-n", "4", name="job")
     for rank in range(4):
         job.says(f"rank {rank}\n")
     wait_until(lambda: job.gpucr("checkpoint", str(job.id), check=False).status == 0, 30, "a checkpoint")
