@@ -117,12 +117,12 @@ def test_a_node_with_six_protected_jobs_and_another(lab: Lab, way: str) -> None:
     at = bench(lab, f"drain-seven-{way}")
     at.put("ring.c", (CHECKOUT / "examples/ring.c").read_text())
     ring = (CHECKOUT / "examples/ring.sh").read_text().replace('"$@"', f"{RING} 50000").replace("cd ", "cd . #")
-    lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=force:4"])
-    try:
-        with under(at, way) as words:
+    with under(at, way) as words:  # first, since a new slurm.conf takes back what was said of the partition
+        lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=force:4"])
+        try:
             seven_jobs(lab, at, ring, words, kill=way == "agent")
-    finally:
-        lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=no"])
+        finally:
+            lab.exec("ctl", ["scontrol", "update", "partitionname=low", "oversubscribe=no"])
 
 
 def seven_jobs(lab: Lab, at: Bench, ring: str, words: list[str], *, kill: bool) -> None:
