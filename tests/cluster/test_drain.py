@@ -142,6 +142,8 @@ def seven_jobs(lab: Lab, at: Bench, ring: str, words: list[str], *, kill: bool) 
     status, report = each(orders)[0]
     assert (status, report["empty"], report["took_s"] < 120) == (0, True, True)
     assert states(report) == {str(job.id): "left" for job in [*rings, *singles, plain]}
+    assert lab.node_states()["n1"] == "drained"
+    assert json.loads(lab.exec("n3", ["gpucr", "undrain", "n1", "--json"]).stdout)["nodes"] == ["n1"]
     for job in singles:
         job.back(1, timeout_s=120).whole()
     for job in rings:
