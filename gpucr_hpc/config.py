@@ -35,7 +35,7 @@ class StoreConfig:
     user: str = "root"
     keep_last: int = 2
     full_every: int = 10
-    packs: int = 4
+    packs: int = 8
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gpucr_hpc.errors import store_error
 
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
-_MAX_WORKERS = 16
+_MAX_WORKERS = 8  # more were slower on 16 processors: they wait for the interpreter (docs/gpu.md)
 _BEHIND_BYTES = 16 << 20
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2)
 _sync_file_range = ctypes.CDLL(None).sync_file_range
@@ -27,7 +27,7 @@ _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctype
 
 
 def default_workers() -> int:
-    """Threads that work on chunks: the cores this process may use, 2 to 16."""
+    """Threads that work on chunks: the cores this process may use, 2 to 8."""
     return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 

@@ -5,7 +5,6 @@ Who calls: parts, on several threads; writer, at the end.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +46,8 @@ class Packs:
         except BaseException:
             self.close()
             raise
-        self._next = itertools.cycle(range(len(heads)))
+        self._writers = [0] * len(heads)
+        self._turn = 0
 
     def add(self, name: str, data: bytes) -> None:
         """A file more that begins with `data`."""
@@ -71,20 +71,30 @@ class Packs:
         kind = ChunkKind.LZ4 if length else ChunkKind.RAW
         payload = packed.view[:length] if length else plain
         length = len(payload)
-        with self._lock:
-            pack = next(self._next)
-            offset = self.ends[pack]
-            self.ends[pack] += length
+        pack, offset = self._place(length)
         origin = self.origin
         place = origin.place(pack, offset, size, kind)
         sealed = seal(origin.cipher, origin.nonce(pack, offset), payload, place, self._sealed.get())
         self._files[pack].write_at(sealed[:length], offset)
         record = layout.RECORD.pack(offset, length, size, pack, 0, kind, bytes(sealed[length:]), name)
         with self._lock:
+            self._writers[pack] -= 1
             self.bytes_stored += length
             if len(self._known) < MAX_KNOWN:
                 self._known[name] = record
         return record
+
+    def _place(self, length: int) -> tuple[int, int]:
+        """Pack and offset for so many bytes: where the fewest threads write, since the kernel lets one at a time write
+        to a file; of several such packs each in turn."""
+        with self._lock:
+            count = len(self._writers)
+            pack = min(range(count), key=lambda number: (self._writers[number], (number - self._turn) % count))
+            self._turn = pack + 1
+            self._writers[pack] += 1
+            offset = self.ends[pack]
+            self.ends[pack] += length
+        return pack, offset
 
     def sync(self) -> None:
         """Have everything on stable storage; every file has the size that was written."""
