@@ -99,7 +99,7 @@ def test_a_return_that_is_cut_off_goes_on_and_is_waited_for(monkeypatch: pytest.
 
 def test_an_agent_that_stays_away_lets_no_rank_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks here get errors from NCCL, so that the job ends; its output says why."""
-    monkeypatch.setattr(nccl, "_RETURN_LIMIT_S", 0.2)
+    monkeypatch.setattr(nccl, "_RETURN_LIMIT_S", 2.0)
     monkeypatch.setattr(nccl, "_PAUSE_S", 0.01)
 
     async def run() -> None:
