@@ -17,6 +17,7 @@ import argparse
 import json
 import math
 import shutil
+import socket
 import statistics
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from gpucr_hpc.lab.conf import HOMES
 _WARM_UP_ROUNDS = 2
 _SEGMENT_BYTES = 1500 - 50 - 52  # Ethernet, less the tunnel, less IP and TCP with time stamps
 _ROUND_LIMIT_S = 5
+_SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
 def measure(lab: Lab, rounds: int, segment_bytes: int, congestion_control: str) -> dict[str, Any]:
@@ -78,6 +80,22 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[low], ordered[len(ordered) - 1 - low]
 
 
+def check_control(wanted: str, *, by_users: bool, sysctls: Path = _SYSCTLS) -> None:
+    """Raise LabError unless TCP's congestion control `wanted` can be set here, by_users: also by a job's user."""
+    try:
+        with socket.socket() as trial:
+            trial.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, wanted.encode())  # loads its module
+    except OSError as error:
+        there = (sysctls / "tcp_available_congestion_control").read_text().split()
+        reason = f"this kernel cannot use the congestion control {wanted}: {error.strerror}"
+        raise LabError(reason=f"{reason}; net.ipv4.tcp_available_congestion_control is {' '.join(there)}") from None
+    allowed = (sysctls / "tcp_allowed_congestion_control").read_text().split()
+    if by_users and wanted not in allowed:
+        reason = f"only root may use the congestion control {wanted} here, and the measurement is a user's job"
+        value = " ".join([*allowed, wanted])
+        raise LabError(reason=f"{reason}: sysctl -w net.ipv4.tcp_allowed_congestion_control='{value}' allows it")
+
+
 def read(output: Path) -> tuple[list[tuple[float, ...]], str]:
     """What each round measured (network_pair.measure), without the first ones, and TCP's congestion control. Raises
     LabError for a job that failed or was not protected."""
@@ -100,6 +118,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
     try:
+        if options.congestion_control:
+            check_control(options.congestion_control, by_users=not options.one_thread)
         with Lab().at_hand(2) as lab:
             how = network_path.measure if options.one_thread else measure
             report = how(lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)

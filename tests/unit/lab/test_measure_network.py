@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpucr_hpc.errors import LabError
-from gpucr_hpc.lab.network import interval, read
+from gpucr_hpc.lab.network import check_control, interval, read
 
 
 @pytest.mark.parametrize("rounds", [20, 101, 200])
@@ -50,6 +50,19 @@ def test_a_job_that_failed_or_was_not_protected_is_no_measurement(tmp_path: Path
     output.write_text(text)
     with pytest.raises(LabError):
         read(output)
+
+
+def test_congestion_control_that_users_may_not_use_is_refused(tmp_path: Path) -> None:
+    """Before any lab is started, with the line that allows it."""
+    (tmp_path / "tcp_available_congestion_control").write_text("cubic reno\n")
+    (tmp_path / "tcp_allowed_congestion_control").write_text("cubic\n")
+    with pytest.raises(LabError, match="tcp_allowed_congestion_control='cubic reno'"):
+        check_control("reno", by_users=True, sysctls=tmp_path)
+    check_control("reno", by_users=False, sysctls=tmp_path)
+    (tmp_path / "tcp_allowed_congestion_control").write_text("cubic reno\n")
+    check_control("reno", by_users=True, sysctls=tmp_path)
+    with pytest.raises(LabError, match=r"cannot use the congestion control nonesuch.* is cubic reno"):
+        check_control("nonesuch", by_users=False, sysctls=tmp_path)
 
 
 # Two pairs of namespaces; in the second one each packet meets 2,000 rules.
