@@ -18,7 +18,7 @@ from gpucr_hpc.capsule import namespace_processes
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Pairs
 from gpucr_hpc.engine.nccl.node import NodeRanks
-from gpucr_hpc.engine.nccl.report import obstacle
+from gpucr_hpc.engine.nccl.report import ON_ONE_CARD, obstacle, shared_cards
 from gpucr_hpc.errors import GpucrError, JobNotProtected, NcclUnprotected, PeerLost
 from gpucr_hpc.log import Log
 
@@ -113,7 +113,10 @@ class JobNccl:
         async with job.nccl_turn, _ranks(job) as nodes:
             cut = Cut(job.job, nodes)
             await cut.bring_back(limit_s)  # of an earlier operation
-            why = obstacle(await cut.ask())
+            reports = await cut.ask()
+            if shared_cards(report.cards for report in reports):
+                raise NcclUnprotected(job=job.job, reason=ON_ONE_CARD)
+            why = obstacle(reports)
             if why and self._needed():  # of a rank on another node, or one that came after `prepare`
                 raise NcclUnprotected(job=job.job, reason=why)
             if why:

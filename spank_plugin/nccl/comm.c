@@ -91,6 +91,7 @@ void comms_made(struct thread *t)
 		ncclComm_t r = atomic_load(&c->real);
 		ncclResult_t async = ncclSuccess;
 		int nranks, rank, device;
+		char card[33];
 
 		t->made = c->made_next;
 		t->inside = true;
@@ -112,7 +113,9 @@ void comms_made(struct thread *t)
 		    real.ncclCommUserRank(r, &rank) != ncclSuccess || real.ncclCommCuDevice(r, &device) != ncclSuccess) {
 			atomic_store(&c->state, LOST);
 		} else {
+			cuda_card(device, card);
 			pthread_mutex_lock(&state_lock);
+			memcpy(c->card, card, sizeof(card));
 			c->nranks = nranks;
 			c->rank = rank;
 			c->device = device;

@@ -35,6 +35,8 @@ static void report_comm(struct msg *m, const struct comm *c, bool dead)
 
 	msg_fmt(m, "COMM", "%016" PRIx64 " %s %d %d %d %" PRIu64 " %d", c->gid, name, c->nranks,
 	        c->rank, c->device, atomic_load(&c->collectives), c->by_id);
+	if (!dead && c->nranks > 1 && c->card[0])
+		msg_str(m, "CARD", c->card);
 	for (int i = 0; p && i < c->nranks; i++) {
 		uint64_t sent = atomic_load(&p[i].sent), received = atomic_load(&p[i].received);
 

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>
+#include <stdio.h>
 
 #include "state.h"
 
@@ -13,6 +14,7 @@ static struct {
 	int (*wait)(void);
 	int (*capturing)(cudaStream_t, int *);
 	int (*primary)(void **, int);
+	int (*uuid)(unsigned char *, int);
 } cuda;
 static _Atomic bool found;
 
@@ -33,6 +35,7 @@ static void find(void)
 		*(void **)&cuda.wait = dlsym(lib, "cuCtxSynchronize");
 		*(void **)&cuda.capturing = dlsym(lib, "cuStreamIsCapturing");
 		*(void **)&cuda.primary = dlsym(lib, "cuDevicePrimaryCtxRetain");
+		*(void **)&cuda.uuid = dlsym(lib, "cuDeviceGetUuid_v2");
 		atomic_store_explicit(&found, true, memory_order_release);
 	}
 	pthread_mutex_unlock(&lock);
@@ -55,6 +58,18 @@ void *cuda_primary(int device)
 
 	find();
 	return cuda.primary && cuda.primary(&context, device) == 0 ? context : NULL;
+}
+
+void cuda_card(int device, char digits[33])
+{
+	unsigned char uuid[16];
+
+	find();
+	digits[0] = 0;
+	if (!cuda.uuid || cuda.uuid(uuid, device) != 0)
+		return;
+	for (int i = 0; i < 16; i++)
+		snprintf(digits + 2 * i, 3, "%02x", uuid[i]);
 }
 
 bool cuda_use(void *context)

@@ -232,6 +232,7 @@ static const char *make_again(struct comm **list, int n)
 {
 	const ncclUniqueId *id = id_of(list[0]->gid);
 	ncclResult_t r = ncclSuccess;
+	char card[33];
 
 	if (!id) {
 		for (int i = 0; i < n; i++)
@@ -272,6 +273,10 @@ static const char *make_again(struct comm **list, int n)
 				                                  o->residence, handle);
 		}
 		atomic_store(&c->state, READY);
+		cuda_card(c->device, card); /* it may be another one by now */
+		pthread_mutex_lock(&state_lock);
+		memcpy(c->card, card, sizeof(card));
+		pthread_mutex_unlock(&state_lock);
 	}
 	return r == ncclSuccess ? NULL : "NCCL could not make a communicator again";
 }

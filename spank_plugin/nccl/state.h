@@ -33,6 +33,7 @@ struct comm {
 	uint64_t target;
 	uint64_t gid; /* the same on every rank, and for ever */
 	int nranks, rank, device;
+	char card[33]; /* UUID of the device, in hexadecimal digits; empty: the driver does not say */
 	void *context;
 	_Atomic int state;
 	bool by_id;
@@ -151,6 +152,7 @@ void comm_forget(struct comm *c); /* the program has destroyed or aborted it */
 /* cuda.c: the driver, without linking to it. */
 void *cuda_context(int *device);
 void *cuda_primary(int device);
+void cuda_card(int device, char digits[33]);
 bool cuda_use(void *context);
 bool cuda_wait(void); /* until everything in the current context is done */
 bool cuda_capturing(cudaStream_t stream);

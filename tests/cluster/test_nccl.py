@@ -204,6 +204,21 @@ def test_a_rank_that_calls_nccl_no_more(nccl: Bench) -> None:
     assert rounds == [rounds[0]] * 4
 
 
+def test_ranks_that_share_a_card_are_refused(nccl: Bench) -> None:
+    """Nobody knows yet why such a job failed on a real card: it says so soon after its start, and runs on."""
+    build_sleeper(nccl)
+    job = submit(nccl, "job", "export FAKE_CARD=$(hostname); exec ./sleeper $SLURM_PROCID 4", REBUILD)
+    wait_until(lambda: "asleep" in job.file("job.3"), 60, "the last rank's sleep")
+    refused = job.gpucr("checkpoint", str(job.id), check=False)
+    assert refused.status != 0
+    assert "(--checkpoint-nccl=rebuild): ranks of NCCL share a card" in refused.stderr
+    job.says("NOT protected and cannot be moved: sleeper")
+    assert "share a card" in job.raw
+    (job.directory / "awake").touch()
+    job.end()
+    assert [[line for line in one if line != "asleep"] for one in results(job)] == [sums(ROUNDS)] * 4
+
+
 def test_without_the_interposer_it_is_refused(nccl: Bench) -> None:
     """`keep`: ranks that share a node are not protected; the reason names the way to have both."""
     job = submit(nccl, "job", random_programs(nccl, "job", 100), "--checkpoint-nccl=keep")

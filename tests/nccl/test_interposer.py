@@ -16,6 +16,7 @@ import pytest
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Link, Pairs
 from gpucr_hpc.engine.nccl.node import NodeRanks
+from gpucr_hpc.engine.nccl.report import shared_cards
 from gpucr_hpc.errors import NcclCutNotReached, NcclUnprotected
 from gpucr_hpc.wire import Frame
 from tests.nccl import rig
@@ -401,6 +402,47 @@ def test_a_rank_that_waits_for_another_outside_of_nccl(tmp_path: Path) -> None:
         child.stdin.flush()
     assert [("", ""), ("", "")] == [child.communicate(timeout=20) for child in children]
     assert [0, 0] == [child.returncode for child in children]
+
+
+@pytest.mark.parametrize("card", ["one", None])
+def test_ranks_on_one_card_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: str | None) -> None:
+    """By what the driver says of the communicators' devices, whose numbers are 0 in each process."""
+    if card:
+        monkeypatch.setenv("FAKE_CARD", card)
+    children = [program(tmp_path, PAIR.format(folder=tmp_path, rank=number)) for number in (0, 1)]
+    for child in children:
+        ready(child)
+
+    async def cards() -> list[frozenset[str]]:
+        found = []
+        for child in children:
+            one = await rank(tmp_path, child.pid)
+            found += [report.cards for report in await Cut("1", [one]).ask()]
+            await one.close()
+        return found
+
+    found = asyncio.run(cards())
+    assert [len(one) for one in found] == [1, 1]
+    assert len(shared_cards(found)) == (1 if card else 0)
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("\n" if child is children[1] else "\n\n")
+        child.stdin.flush()
+    assert [("", ""), ("", "")] == [child.communicate(timeout=20) for child in children]
+
+
+def test_a_single_rank_shares_no_card(tmp_path: Path) -> None:
+    child = program(tmp_path, "print('ready', flush=True)\nsys.stdin.readline()")
+    ready(child)
+
+    async def cards() -> list[frozenset[str]]:
+        one = await rank(tmp_path, child.pid)
+        found = [report.cards for report in await Cut("1", [one]).ask()]
+        await one.close()
+        return found
+
+    assert asyncio.run(cards()) == [frozenset()]
+    child.communicate("\n", timeout=20)
 
 
 def test_a_call_costs_little(tmp_path: Path) -> None:

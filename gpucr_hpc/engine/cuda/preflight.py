@@ -10,6 +10,7 @@ from gpucr_hpc.engine.cuda import processes as procfs
 from gpucr_hpc.engine.cuda.inventory import MINIMUM_DRIVER
 from gpucr_hpc.engine.cuda.node import GpuProcess, NodeGpus
 from gpucr_hpc.engine.nccl.node import Covered
+from gpucr_hpc.engine.nccl.report import ON_ONE_CARD, shared_cards
 from gpucr_hpc.engine.preflight import Finding
 from gpucr_hpc.errors import CudaHostMemory
 from gpucr_hpc.units import format_bytes
@@ -37,9 +38,12 @@ def check(gpus: NodeGpus, processes: list[Process], covered: Mapping[int, Covere
             findings.append(_finding(first, "runs on a GPU in MIG mode, which the driver cannot checkpoint"))
         if inventory.mps:
             findings.append(_finding(first, "shares its GPU through MPS, which the driver cannot checkpoint"))
+    shared = shared_cards(one.cards for one in covered.values())
     for process in gpus.processes:
         if process.pid in covered and covered[process.pid].shares:
             findings.append(_finding(process, f"cannot be brought back: {covered[process.pid].shares}"))
+        if process.pid in covered and covered[process.pid].cards & shared:
+            findings.append(_finding(process, f"cannot be brought back (--checkpoint-nccl=rebuild): {ON_ONE_CARD}"))
         if procfs.maps_library(process.pid, _NVSHMEM):
             what = "uses NVSHMEM, which shares memory of GPUs between processes: the driver cannot bring that back"
             findings.append(_finding(process, what))

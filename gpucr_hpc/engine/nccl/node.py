@@ -86,10 +86,11 @@ class NodeRanks:
 
 class Covered(NamedTuple):
     """A process that has a helper. why: its communicators cannot be made again; empty: they can. shares: how it shares
-    GPU memory by itself."""
+    GPU memory by itself. cards: see Report."""
 
     why: str
     shares: str = ""
+    cards: frozenset[str] = frozenset()
 
 
 async def covered(processes: Iterable[Process], uid: int) -> dict[int, Covered]:
@@ -99,7 +100,7 @@ async def covered(processes: Iterable[Process], uid: int) -> dict[int, Covered]:
         try:
             link = await Link.connect(path, process.pid, uid)
             report = parse(await link.order("ask"))
-            found[process.pid] = Covered(report.unprotected, report.shares)
+            found[process.pid] = Covered(report.unprotected, report.shares, report.cards)
             await link.leave()
         except GpucrError as error:
             found[process.pid] = Covered(str(error))

@@ -5,6 +5,7 @@ Pure functions over reports, used by the agent, by the model of the protocol and
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,7 @@ class Report:
     """One process. state: of its cut; version: of the targets it knows; busy: threads inside a call of NCCL.
 
     unprotected: why its communicators cannot be made again; shares: how it shares GPU memory by itself; or empty.
+    cards: UUIDs of those on which it has communicators of several ranks.
     """
 
     state: str
@@ -47,6 +49,7 @@ class Report:
     why: str
     communicators: tuple[Communicator, ...]
     shares: str = ""
+    cards: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ def parse(frame: Frame) -> Report:
         frame.get("WHY"),
         tuple(found),
         frame.get("SHARES"),
+        frozenset(frame.all("CARD")),
     )
 
 
@@ -167,6 +171,18 @@ def rebuildable(reports: Sequence[Report]) -> list[str]:
 def obstacle(reports: Iterable[Report]) -> str:
     """Why a cut cannot be asked for, in words; empty when it can."""
     return next((report.unprotected for report in reports if report.unprotected), "")
+
+
+ON_ONE_CARD = (
+    "ranks of NCCL share a card, and such a job failed after its checkpoint (CUDA error 719, not explained yet): give "
+    "each rank a card of its own"
+)
+
+
+def shared_cards(cards: Iterable[frozenset[str]]) -> set[str]:
+    """Cards on which several processes have communicators, by the cards of each."""
+    count = Counter(card for of_one in cards for card in of_one)
+    return {card for card, processes in count.items() if processes > 1}
 
 
 def incomplete(reports: Iterable[Report]) -> str:

@@ -161,6 +161,20 @@ int cuDevicePrimaryCtxRetain(void **out, int device)
 	return device == 0 ? 0 : 101;
 }
 
+/* A process has the card that FAKE_CARD names; without it one of its own, as it has one of its own for the agent's fake. */
+int cuDeviceGetUuid_v2(unsigned char uuid[16], int device)
+{
+	const char *card = getenv("FAKE_CARD") ? getenv("FAKE_CARD") : getenv("GPUCR_FAKE_GPU");
+	pid_t own = getpid();
+
+	memset(uuid, 0, 16);
+	if (card)
+		strncpy((char *)uuid, card, 15);
+	else
+		memcpy(uuid, &own, sizeof(own));
+	return device == 0 ? 0 : 101;
+}
+
 int cuStreamBeginCapture_v2(struct CUstream_st *s, int mode)
 {
 	(void)mode;

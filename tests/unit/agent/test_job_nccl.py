@@ -19,8 +19,8 @@ from gpucr_hpc.errors import NcclFailed, NcclUnprotected, PeerLost
 class Rank:
     """One process of this node, from some state on; refuses what does not fit it, as a helper does."""
 
-    def __init__(self, state: str = "open", why: str = "") -> None:
-        self.state, self.why, self.lost = state, why, False
+    def __init__(self, state: str = "open", why: str = "", cards: tuple[str, ...] = ()) -> None:
+        self.state, self.why, self.cards, self.lost = state, why, cards, False
 
     async def order(self, word: str, pairs: Pairs = (), at: int | None = None) -> list[wire.Frame]:  # noqa: ARG002
         fields = dict(pairs)
@@ -32,7 +32,9 @@ class Rank:
         elif word != "ask":
             raise NcclFailed(pid=1, reason=f"it refused {word} in {self.state}")
         frame = [("STATE", self.state), ("VERSION", "0"), ("BUSY", "0"), ("UNPROTECTED", self.why)]
-        return [wire.Frame(wire.Type.NCCLSTATE, tuple(frame))]
+        return [wire.Frame(wire.Type.NCCLSTATE, (*frame, ("CARD", card))) for card in self.cards] or [
+            wire.Frame(wire.Type.NCCLSTATE, tuple(frame))
+        ]
 
     async def close(self) -> None: ...
 
@@ -158,6 +160,19 @@ def test_what_cannot_be_taken_away_stops_a_checkpoint_that_needs_it(
         else:
             await quiesce.take(10)
         assert not quiesce.taken
+
+    asyncio.run(run())
+
+
+def test_ranks_that_came_to_share_a_card_stop_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `prepare` had found nothing; nothing is taken away."""
+
+    async def run() -> None:
+        rank = Rank(cards=("a", "a"))  # two processes
+        quiesce = nccl.JobNccl(Job(tmp_path, rank, monkeypatch), wanted=lambda: True, needed=lambda: False)  # type: ignore[arg-type]
+        with pytest.raises(NcclUnprotected, match="share a card"):
+            await quiesce.take(10)
+        assert (rank.state, quiesce.taken) == ("open", False)
 
     asyncio.run(run())
 

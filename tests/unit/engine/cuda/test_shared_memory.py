@@ -51,6 +51,16 @@ def test_ranks_of_one_node_are_let_through_if_their_communicators_go(monkeypatch
     assert (len(found), "--checkpoint-nccl=safe" in found[0], needed) == (2, True, False)
 
 
+def test_ranks_on_one_card_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that share no memory: what they fail of after a checkpoint is not known."""
+    one, other = Covered("", cards=frozenset({"a", "b"})), Covered("", cards=frozenset({"b"}))
+    for env in ({}, SAFE):
+        node = Node(monkeypatch, {"env": env}, {"env": env}, {"env": env})
+        found, _ = node.check({11: one, 12: other, 13: Covered("", cards=frozenset({"c"}))})
+        assert ["share a card" in what for what in found] == [True, True]
+        assert node.check({11: one, 12: PROTECTED, 13: PROTECTED})[0] == []
+
+
 def test_ranks_that_share_nothing_need_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over sockets, or alone on their node: the images are good with their communicators, too."""
     assert Node(monkeypatch, {"env": SAFE}, {"env": SAFE}).check({11: PROTECTED, 12: UNPROTECTED}) == ([], False)
