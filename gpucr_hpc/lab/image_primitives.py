@@ -8,9 +8,10 @@ import json
 import os
 import random
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -123,13 +124,12 @@ def path(content: Buffer, threads: int) -> tuple[float, float]:
     return _CHUNKS * CHUNK_BYTES / took / 1e9, used / _CHUNKS
 
 
-def main() -> None:
-    """Prints one JSON object."""
+def main(wanted: Sequence[int]) -> None:
+    """Prints one JSON object. wanted: numbers of threads beside 1; as many as there are processors when empty."""
     processors = len(os.sched_getaffinity(0))
-    own = [steps() for _ in range(processors)]
-    rates: dict[str, tuple[float, ...]] = {}
-    for name in own[0]:
-        rates[name] = (rate([own[0][name]]), rate([each[name] for each in own]))
+    threads = sorted({1, *(wanted or [processors])})
+    own = [steps() for _ in range(threads[-1])]
+    rates = {name: [rate([each[name] for each in own[:count]]) for count in threads] for name in own[0]}
     noise, words = Buffer(CHUNK_BYTES), Buffer(CHUNK_BYTES)
     noise.view[:], words.view[:] = os.urandom(CHUNK_BYTES), text()
     share = squeeze(words, 0, CHUNK_BYTES, Buffer(CHUNK_BYTES)) / CHUNK_BYTES
@@ -141,17 +141,18 @@ def main() -> None:
     }
     ratios = {}
     for name, content in (("noise", noise), ("words", words)):
-        rounds = [(path(content, 1), path(content, processors)) for _ in range(ROUNDS)]
-        rates[f"seal path, {name}"] = tuple(statistics.median(each[n][0] for each in rounds) for n in range(2))
-        ratios[f"seal path of {name}: limit / CPU time"] = limits[name] / min(one[1] for one, _ in rounds)
+        rounds = [[path(content, count) for count in threads] for _ in range(ROUNDS)]
+        rates[f"seal path, {name}"] = [statistics.median(each[n][0] for each in rounds) for n in range(len(threads))]
+        ratios[f"seal path of {name}: limit / CPU time"] = limits[name] / min(each[0][1] for each in rounds)
     pairs = []
     for _ in range(ROUNDS):
         tried = path(noise, processors)[1]
         with mock.patch("gpucr_hpc.image.packs.squeeze", return_value=0):
             pairs.append(tried / path(noise, processors)[1])
     ratios["noise: CPU time / CPU time without compression"] = statistics.median(pairs)
-    print(json.dumps({"rates": rates, "ratios": ratios, "sample_bytes": 4 * SAMPLE_BYTES, "words_stored": share}))
+    found = {"threads": threads, "rates": rates, "ratios": ratios}
+    print(json.dumps(found | {"sample_bytes": 4 * SAMPLE_BYTES, "words_stored": share}))
 
 
 if __name__ == "__main__":
-    main()
+    main([int(word) for word in sys.argv[1:]])

@@ -110,7 +110,8 @@ def show(report: dict[str, Any]) -> None:
 
 def measure(work: Path, built: Path, system: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Primitives and, unless only these are wanted, the trees."""
-    (line,) = inside(["-m", "gpucr_hpc.lab.image_primitives"], work, built, system)
+    argv = ["-m", "gpucr_hpc.lab.image_primitives", *map(str, options.threads)]
+    (line,) = inside(argv, work, built, system)
     primitives, trees = json.loads(line), []
     if not options.json:
         show_primitives(primitives)
@@ -149,11 +150,20 @@ def cutting(work: Path, built: Path, system: Path, cache: Path, shown: bool) -> 
 
 def show_primitives(primitives: dict[str, Any]) -> None:
     """Rates and their ratios to the limit."""
-    print("\nprimitives, GB/s on warm buffers, one thread (all processors)")
-    for name, (one, all_) in primitives["rates"].items():
-        print(f"  {name:40}{one:8.2f}{all_:8.2f}")
+    print("\nprimitives, GB/s on warm buffers")
+    print(f"  {'threads':40}" + "".join(f"{count:8}" for count in primitives["threads"]))
+    for name, rates in primitives["rates"].items():
+        print(f"  {name:40}" + "".join(f"{rate:8.2f}" for rate in rates))
     for name, value in primitives["ratios"].items():
         print(f"  {name:40}{value:8.3f}")
+
+
+def counts(text: str) -> list[int]:
+    """`4,8,16`: numbers of threads. ValueError for anything else."""
+    found = [int(word) for word in text.split(",")]
+    if min(found) < 1:
+        raise ValueError(f"no number of threads: {min(found)}")
+    return found
 
 
 def main() -> int:
@@ -163,6 +173,9 @@ def main() -> int:
     parser.add_argument("--trees", default="mixed,random", help="mixed, random or both (default)")
     parser.add_argument("--only-ours", action="store_true", help="leave CRIU by itself out")
     parser.add_argument("--primitives", action="store_true", help="only LZ4, AES-GCM, ids, memory and their limit")
+    parser.add_argument(
+        "--threads", type=counts, default=[], metavar="N,N", help="of these, beside 1 (default: one for each processor)"
+    )
     parser.add_argument("--cutting", action="store_true", help="only what a second dump has in common with the first")
     parser.add_argument("--disk", type=Path, help="directory on the disk to write to (default: the lab's)")
     parser.add_argument("--json", action="store_true", help="the report as one JSON object")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from gpucr_hpc.lab import measure_image
 
 
@@ -19,6 +21,18 @@ def test_ratios_of_what_was_measured_only():
     assert 0.25 == found["unchanged: durable / full"]
     assert 0.01 == found["unchanged: stored / full"]
     assert found["durable / criu, tar, lz4, openssl"] is found["freeze / criu to tmpfs"] is None
+
+
+def test_numbers_of_threads(capsys):
+    assert [4, 16] == measure_image.counts("4,16")
+    for bad in ("", "4,x", "0"):
+        with pytest.raises(ValueError, match=r".+"):
+            measure_image.counts(bad)
+    rates = {"memcpy": [1.0, 2.5]}
+    measure_image.show_primitives({"threads": [1, 4], "rates": rates, "ratios": {}})
+    assert [["threads", "1", "4"], ["memcpy", "1.00", "2.50"]] == [
+        line.split() for line in capsys.readouterr().out.splitlines()[2:]
+    ]
 
 
 def test_table(capsys):
