@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ TWO = ("--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=1")
 # A restore waits up to two minutes for a task of a step that does not come.
 _SETTLE_S = 180
 _RESTORED = re.compile(r"gpucr: restored on \S+ from checkpoint (\S+) ")
+
+# The job leaves: what came long ago to its point may meet Slurm's KillWait before it is killed here.
+_LEAVING = (Point.REQUEUED, Point.ENDED)
 
 # How a job comes through: it runs on; Slurm requeues it and it is restored; it ends as failed, and is restored when
 # somebody requeues it; it is held, and is restored when somebody releases it; its step ends as one whose task was
@@ -137,8 +141,9 @@ class Case:
 
 
 def kill(lab: Lab, case: Case) -> None:
-    """kill -9 of the victim."""
+    """kill -9 of the victim, which may have ended by itself only where the job leaves."""
     what, node, job = case.victim.partition("-")[0], case.node, str(case.job.id)
+    pid: int | None = None
     if what == "node":
         if lab.pid(node) is not None:
             lab.kill(node)
@@ -146,14 +151,15 @@ def kill(lab: Lab, case: Case) -> None:
     if what in ("agent", "slurmd"):
         pid = lab.daemons(node).get(what)
     elif what == "init":
-        state = json.loads((lab.root(node) / f"run/gpucr/jobs/{job}/state.json").read_text())
-        pid = state["capsule"]["init_pid"]
+        state = lab.root(node) / f"run/gpucr/jobs/{job}/state.json"
+        with contextlib.suppress(FileNotFoundError):  # the agent has removed what has ended
+            pid = json.loads(state.read_text())["capsule"]["init_pid"]
     else:
         batch = case.victim.endswith("lead")
         pid = next((pid for pid, step in supervisors(lab, node, job).items() if (step == "batch") == batch), None)
-        if pid is None and case.point.number >= Point.REQUEUED.number:
-            return  # the other cases took long to come to their points, and Slurm's KillWait was first
-        assert pid is not None, f"{case.victim} of job {job} is not there at {case.point.label}"
+    if pid is None and what in ("init", "supervisor") and case.point in _LEAVING:
+        return
+    assert pid is not None, f"{case.victim} of job {job} is not there at {case.point.label}"
     lab.exec(node, ["kill", "-KILL", str(pid)], check=False)
 
 

@@ -130,10 +130,10 @@ def test_nested_namespace_is_named(child, option, kind):
     assert any(f"has a {kind} namespace of its own" in line for line in findings(made.pid))
 
 
-def test_daemon_outside_the_tree_is_named():
+def test_daemon_outside_the_tree_is_named(child):
     """A process that does not descend from the holder would be lost silently."""
     init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
-    holder, stray = read_process(os.getpid()), read_process(os.getppid())
+    holder, stray = read_process(os.getpid()), read_process(child("").pid)
     assert holder is not None
     assert stray is not None
     outside = Process(**{**vars(stray), "ppid": -1})
