@@ -7,7 +7,8 @@ import os
 import xml.etree.ElementTree as ET
 
 import pytest
-from image_sample import FILE, HEAP, PAGE, pagemap, processes
+from criu_image import PAGE, pagemap
+from image_sample import FILE, HEAP, processes
 from site_sample import IDS, JOB, Site
 
 from gpucr_hpc.cli import cmd_inspect, memory_map

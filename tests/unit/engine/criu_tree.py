@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-PAGE = 4096
+from criu_image import PAGE, image, message
+
 PLAIN = {5: 3, 6: 0x22, 7: 0x201}  # prot, flags, status of a private anonymous mapping
-
-
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def message(fields: dict[int, int | bytes | list[bytes]]) -> bytes:
-    """A protobuf message."""
-    out = b""
-    for number, value in fields.items():
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, bytes):
-                out += varint(number << 3 | 2) + varint(len(one)) + one
-            else:
-                out += varint(number << 3) + varint(one)
-    return out
-
-
-def image(*messages: bytes) -> bytes:
-    """An image file."""
-    return b"12345678" + b"".join(struct.pack("<I", len(m)) + m for m in messages)
 
 
 @dataclass

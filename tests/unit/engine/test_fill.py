@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from criu_tree import PAGE, PLAIN, Mapping, Process, files_of, image, message, runs_of
+from criu_image import PAGE, image, message
+from criu_tree import PLAIN, Mapping, Process, files_of, runs_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from image_sample import FILE, HEAP, PAGE, STACK, pagemap, processes
+from criu_image import PAGE, pagemap
+from image_sample import FILE, HEAP, STACK, processes
 from site_sample import IDS, JOB, Site
 
 from gpucr_hpc.capsule.processes import read_process

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 import os
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from criu_image import image, message
 
 from gpucr_hpc.engine import pagemap
 from gpucr_hpc.errors import ImageError
@@ -19,27 +19,14 @@ from gpucr_hpc.image.writer import ImageWriter
 from gpucr_hpc.store.memory import MemoryStore
 
 
-def varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*out, value])
-
-
-def message(fields: dict[int, int]) -> bytes:
-    body = b"".join(varint(number << 3) + varint(value) for number, value in fields.items())
-    return struct.pack("<I", len(body)) + body
-
-
-def image(*entries: dict[int, int], pages_id: int = 7) -> bytes:
-    return b"\x19\x43\x56\x54" + b"\x01\x02\x03\x04" + message({1: pages_id}) + b"".join(map(message, entries))
+def pagemap_of(*entries: dict[int, int]) -> bytes:
+    return image(*map(message, ({1: 7}, *entries)))
 
 
 def test_pages_are_counted_in_the_order_of_the_file():
     """Runs that the image does not hold (no PRESENT flag, or in a parent) take no room in the pages file."""
     mapped = pagemap.parse(
-        image(
+        pagemap_of(
             {1: 0x400000, 4: 4, 5: 2},
             {1: 0x500000, 4: 2, 5: 100},
             {1: 0x600000, 3: 1, 4: 4, 5: 50},
@@ -54,7 +41,9 @@ def test_pages_are_counted_in_the_order_of_the_file():
     assert mapped.offset(0x7FFFF0003000) is None
 
 
-@pytest.mark.parametrize("data", [b"", b"12345678", image()[:-1], image({1: 1})[:-1], b"\0" * 8 + b"\xff\xff\xff\xff"])
+@pytest.mark.parametrize(
+    "data", [b"", b"12345678", pagemap_of()[:-1], pagemap_of({1: 1})[:-1], b"\0" * 8 + b"\xff\xff\xff\xff"]
+)
 def test_damaged_pagemap_is_refused(data: bytes):
     with pytest.raises(ImageError):
         pagemap.parse(data)
