@@ -58,11 +58,7 @@ class RemoteRanks:
 
     async def close(self) -> None:
         """The other node has left its processes when this returns, or it has not answered."""
-        try:
-            await asyncio.wait_for(self._peer.call("nccl_end", job=self._job), _END_LIMIT_S)
-        except (GpucrError, TimeoutError) as error:
-            log.warning("a node does not answer, it leaves by itself", job=self._job, error=str(error))
-        self._peer.close()
+        await self._peer.end("nccl_end", _END_LIMIT_S, job=self._job)
 
 
 @contextlib.asynccontextmanager

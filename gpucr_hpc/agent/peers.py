@@ -251,6 +251,15 @@ class Peer:
         """Whether the other side has not ended the connection, as far as is known here."""
         return not self._reader.at_eof() and not self._writer.is_closing()
 
+    async def end(self, verb: str, limit_s: float, **fields: Any) -> None:
+        """Make the last request and close; must not raise. A node that does not answer sees the connection's end."""
+        try:
+            await asyncio.wait_for(self.call(verb, **fields), limit_s)
+        except (GpucrError, TimeoutError) as error:
+            why = str(error) or f"no answer within {limit_s:.0f} s"
+            log.warning("a node was not told of the end", job=self._job, node=self._node, order=verb, error=why)
+        self.close()
+
     def close(self) -> None:
         self._writer.close()
 

@@ -91,11 +91,7 @@ class RemoteParticipant:
         await self._peer.call("finish", job=self._job)
 
     async def undo(self) -> None:
-        try:
-            await asyncio.wait_for(self._peer.call("undo", job=self._job), _UNDO_LIMIT_S)
-        except (GpucrError, TimeoutError) as error:
-            log.warning("a node does not answer, it undoes by itself", job=self._job, error=str(error))
-        self.close()
+        await self._peer.end("undo", _UNDO_LIMIT_S, job=self._job)
 
     def close(self) -> None:
         self._peer.close()

@@ -171,11 +171,9 @@ class RemoteRestore:
 
     async def undo(self) -> None:
         if self._open:  # to the node the restore is over
-            try:
-                await asyncio.wait_for(self._peer.call("discard", job=self._job.job, run=self._job.run), _UNDO_LIMIT_S)
-            except (GpucrError, TimeoutError) as error:
-                log.warning("a node was not told of the end", job=self._job.job, error=str(error))
-        self._peer.close()
+            await self._peer.end("discard", _UNDO_LIMIT_S, job=self._job.job, run=self._job.run)
+        else:
+            self._peer.close()
 
     async def close(self) -> None:
         self._peer.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import ssl
 import string
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -61,22 +62,37 @@ class Recorder(Session):
         self._journal.append("closed")
 
 
+@contextlib.asynccontextmanager
+async def served(hold: asyncio.Event) -> AsyncIterator[tuple[int, list[str]]]:
+    """An agent whose sessions are Recorders: its port and journal."""
+    journal: list[str] = []
+    server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
+    try:
+        yield server.sockets[0].getsockname()[1], journal
+    finally:
+        server.close()
+
+
+def held(*, let_go: bool) -> asyncio.Event:
+    hold = asyncio.Event()
+    if let_go:
+        hold.set()
+    return hold
+
+
 def with_peer(case: Callable[[Peer, list[str], asyncio.Event], Awaitable[None]]) -> list[str]:
     """Run a case with one connection; what the server's side wrote down."""
 
     async def run() -> list[str]:
-        journal: list[str] = []
-        hold = asyncio.Event()
-        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
-        port = server.sockets[0].getsockname()[1]
-        peer = await Connector(KEY, port).open("7", "n2", "127.0.0.1")
-        try:
-            await asyncio.wait_for(case(peer, journal, hold), 10)
-        finally:
-            peer.close()
-            hold.set()
-            await until(lambda: "closed" in journal)
-            server.close()
+        hold = held(let_go=False)
+        async with served(hold) as (port, journal):
+            peer = await Connector(KEY, port).open("7", "n2", "127.0.0.1")
+            try:
+                await asyncio.wait_for(case(peer, journal, hold), 10)
+            finally:
+                peer.close()
+                hold.set()
+                await until(lambda: "closed" in journal)
         return journal
 
     return asyncio.run(run())
@@ -140,6 +156,18 @@ def test_a_call_that_is_cut_off_ends_the_connection() -> None:
     assert with_peer(case) == ["slow begins", "slow given up", "closed"]
 
 
+@pytest.mark.parametrize(("verb", "did"), [("slow", ["slow begins", "slow given up"]), ("full", [])])
+def test_the_last_order_is_given_once_and_ends_the_connection(verb: str, did: list[str]) -> None:
+    """Also where it is not carried out, or not in time."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        await peer.end(verb, 0.05)
+        await until(lambda: "closed" in journal)
+        assert not peer.alive
+
+    assert with_peer(case) == [*did, "closed"]
+
+
 def test_a_peer_that_works_long_is_waited_for_and_one_that_hangs_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Signs of life come while a request is carried out; without them the peer is lost."""
     monkeypatch.setattr(peers, "SILENCE_S", 0.2)
@@ -177,11 +205,9 @@ def test_a_foreign_key_is_refused() -> None:
     """Only holders of the cluster's key may give orders."""
 
     async def case() -> None:
-        server = await peers.serve("127.0.0.1", 0, KEY, Session)
-        port = server.sockets[0].getsockname()[1]
-        with pytest.raises(PeerLost):
-            await _say_hello(Connector(FOREIGN, port))
-        server.close()
+        async with served(held(let_go=True)) as (port, _):
+            with pytest.raises(PeerLost):
+                await _say_hello(Connector(FOREIGN, port))
 
     asyncio.run(case())
 
@@ -205,14 +231,9 @@ def test_a_request_of_another_version_is_not_carried_out(version: dict[str, int]
     """The other side learns which version is spoken here, and the connection ends."""
 
     async def case() -> None:
-        journal: list[str] = []
-        hold = asyncio.Event()
-        hold.set()
-        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
-        port = server.sockets[0].getsockname()[1]
-        answer = await answer_to(port, {"do": "firm", "fields": {}, **version})
-        assert (answer, journal) == ({"version": peers.VERSION}, ["closed"])
-        server.close()
+        async with served(held(let_go=True)) as (port, journal):
+            answer = await answer_to(port, {"do": "firm", "fields": {}, **version})
+            assert (answer, journal) == ({"version": peers.VERSION}, ["closed"])
 
     asyncio.run(asyncio.wait_for(case(), 10))
 
@@ -262,33 +283,28 @@ def test_replayed_and_altered_orders_are_not_heard() -> None:
     """Somebody on the network who sends an order once more, or changes a bit of one, orders nothing."""
 
     async def case() -> None:
-        journal: list[str] = []
-        hold = asyncio.Event()
-        hold.set()
-        server = await peers.serve("127.0.0.1", 0, KEY, lambda: Recorder(journal, hold))
-        port = server.sockets[0].getsockname()[1]
-        wire = Wire(port)
-        between = await asyncio.start_server(wire.handle, "127.0.0.1", 0)
-        connector = Connector(KEY, between.sockets[0].getsockname()[1])
-        async with connector.to("7", "n2", "127.0.0.1") as peer:
-            await peer.call("firm")
-        await until(lambda: "closed" in journal)
-        once = list(journal)
-        assert "firm done" in once
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(wire.sent)
-        answer = await reader.read()  # to the end: the agent closes it
-        writer.close()
-        assert (b"firm" not in answer, journal) == (True, once)
-        async with connector.to("7", "n2", "127.0.0.1") as peer:
-            assert await peer.call("echo", word="a") == "a"
-            wire.flip = True
-            with pytest.raises((PeerLost, ssl.SSLError)):
+        async with served(held(let_go=True)) as (port, journal):
+            wire = Wire(port)
+            between = await asyncio.start_server(wire.handle, "127.0.0.1", 0)
+            connector = Connector(KEY, between.sockets[0].getsockname()[1])
+            async with connector.to("7", "n2", "127.0.0.1") as peer:
                 await peer.call("firm")
-        await until(lambda: journal.count("closed") == 2)
-        assert journal.count("firm begins") == 1
-        between.close()
-        server.close()
+            await until(lambda: "closed" in journal)
+            once = list(journal)
+            assert "firm done" in once
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(wire.sent)
+            answer = await reader.read()  # to the end: the agent closes it
+            writer.close()
+            assert (b"firm" not in answer, journal) == (True, once)
+            async with connector.to("7", "n2", "127.0.0.1") as peer:
+                assert await peer.call("echo", word="a") == "a"
+                wire.flip = True
+                with pytest.raises((PeerLost, ssl.SSLError)):
+                    await peer.call("firm")
+            await until(lambda: journal.count("closed") == 2)
+            assert journal.count("firm begins") == 1
+            between.close()
 
     asyncio.run(asyncio.wait_for(case(), 10))
 

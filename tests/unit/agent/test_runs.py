@@ -16,6 +16,7 @@ from gpucr_hpc.agent import supervision
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.member import MemberSession
 from gpucr_hpc.agent.noderestore import NodeRestore
+from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.restarting import RemoteRestore
 from gpucr_hpc.agent.steps import Step, Steps
@@ -240,13 +241,20 @@ def test_a_part_that_was_opened_is_ended_when_the_restore_fails(opened: bool, an
     """Its node takes the restore for done: the end of the connection undoes nothing."""
     said: list[str] = []
 
-    async def call(verb: str, **fields: Any) -> None:
-        said.append(f"{verb} {fields['job']} {fields.get('run', '')}".strip())
-        if verb == "discard" and not answers:
-            raise PeerLost(job="7", node="n2", reason="gone")
+    class Other(Peer):
+        def __init__(self) -> None:
+            self._job, self._node = "7", "n2"
+
+        async def call(self, verb: str, **fields: Any) -> None:
+            said.append(f"{verb} {fields['job']} {fields.get('run', '')}".strip())
+            if verb == "discard" and not answers:
+                raise PeerLost(job="7", node="n2", reason="gone")
+
+        def close(self) -> None:
+            said.append("closed")
 
     async def run() -> None:
-        peer = SimpleNamespace(call=call, close=lambda: said.append("closed"))
+        peer = Other()
         part = RemoteRestore(SimpleNamespace(job="7", run=3), 1, peer, "7", b"", ran_on=False)  # type: ignore[arg-type]
         if opened:
             await part.open("")
