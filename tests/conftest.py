@@ -9,6 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# A time limit for a single example fails on a busy machine, whatever is tested.
+settings.register_profile("any load", deadline=None)
+settings.load_profile("any load")
 
 
 def _process() -> dict[str, object]:

@@ -82,7 +82,7 @@ def test_truncation_with_a_manifest_that_agrees(good, name):
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.sampled_from([PACK0, PACK1, INDEX]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bit_flip_anywhere(small, where, bit, which):
     """One bit changed anywhere in any file is found."""
     data = bytearray(small.files[which])
@@ -299,7 +299,7 @@ def test_two_writes_have_nothing_in_common(make):
 
 
 @given(data=st.binary(max_size=400))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_index_decoder_takes_anything(data):
     """Arbitrary bytes give streams or IntegrityError, nothing else."""
     for start in (b"", bytes(4)):

@@ -70,7 +70,7 @@ def test_truncation_at_every_boundary(signed):
 
 
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_bit_flip_anywhere(signed, where, bit):
     """One bit changed anywhere is refused."""
     data = bytearray(signed)
@@ -80,7 +80,7 @@ def test_bit_flip_anywhere(signed, where, bit):
 
 
 @given(data=st.binary(max_size=300))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_anything_is_refused(data):
     """Arbitrary bytes are never a manifest."""
     with pytest.raises((IntegrityError, SignatureError, FormatUnknown)):

@@ -90,7 +90,7 @@ def restored(directory: Path, store: MemoryStore, entry: ImageEntry, names: list
     return content
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(FILES, st.lists(st.integers(0, 5), max_size=9), st.sampled_from([1 << 12, 1 << 16]))
 def test_dump_comes_back(files, order, piece_bytes):
     """Any names and sizes, written in any interleaving, come back by name in any order."""

@@ -50,7 +50,7 @@ def memory(seed: int, pages: int, zeros: float) -> bytes:
     return bytes(data[: pages * PAGE_BYTES])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 1 << 30), st.integers(0, 1500), st.floats(0, 1), st.lists(st.integers(1, 400), max_size=9))
 def test_cuts_are_those_of_the_rule_in_however_many_parts(seed, pages, zeros, parts):
     """Where a part of the memory ends has no influence on where it is cut."""

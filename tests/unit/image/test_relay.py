@@ -85,7 +85,7 @@ SIZES = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 1 << 30), SIZES, st.sampled_from([PAGE_BYTES, 5 * PAGE_BYTES, 300 * PAGE_BYTES]), st.booleans())
 def test_chunks_are_those_of_memory_that_is_written(seed, size, piece_bytes, held):
     """Which way the bytes come, and whether they wait to be sealed, has no influence on the image."""
