@@ -1,0 +1,260 @@
+// SPDX-License-Identifier: Apache-2.0
+// A CRIU plugin: large private anonymous memory does not go through CRIU, but is named to who reads it with many threads.
+//
+// CRIU asks the kernel which pages of a mapping there are (ioctl PAGEMAP_SCAN), lends each of them to a pipe and writes it
+// into the image, with one thread. Here the question is answered "none" for large mappings, and the real answer is sent to
+// the socket in $GPUCR_MEMORY_SOCKET (docs/protocol.md), with a descriptor of the process's memory. All this happens
+// while the tree is frozen. Without the variable, or where CRIU does not ask in this way, CRIU does everything.
+#define _GNU_SOURCE
+#include <elf.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <link.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+// linux/fs.h of Linux 6.7 and later.
+struct scan {
+	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
+	uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+struct region {
+	uint64_t start, end, categories;
+};
+#define SCAN _IOWR('f', 16, struct scan)
+#define IS_GUARD (UINT64_C(1) << 8)
+
+// criu-plugin.h, version 0.2: what CRIU looks for in a plugin.
+struct plugin {
+	const char *name;
+	int (*init)(int stage);
+	void (*exit)(int stage, int result);
+	unsigned int version, max_hooks; // none
+	void *hooks[1];
+};
+enum { STAGE_DUMP = 0 };
+
+#define LARGE_BYTES (UINT64_C(4) << 20)
+#define MOST 2048
+
+struct packet {
+	uint32_t pid, count; // pid 0, once: the plugin is in place
+	uint64_t ranges[MOST][2];
+};
+
+static int peer = -1;
+static struct packet packet;
+
+static int say(int memory)
+{
+	struct iovec part = { &packet, offsetof(struct packet, ranges) + packet.count * sizeof(packet.ranges[0]) };
+	union {
+		char room[CMSG_SPACE(sizeof(int))];
+		struct cmsghdr align;
+	} control = { 0 };
+	struct msghdr message = { .msg_iov = &part, .msg_iovlen = 1 };
+
+	if (memory >= 0) {
+		message.msg_control = control.room;
+		message.msg_controllen = sizeof(control.room);
+		struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+		head->cmsg_level = SOL_SOCKET;
+		head->cmsg_type = SCM_RIGHTS;
+		head->cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(head), &memory, sizeof(int));
+	}
+	ssize_t sent;
+	do
+		sent = sendmsg(peer, &message, MSG_NOSIGNAL);
+	while (sent < 0 && errno == EINTR);
+	packet.count = 0;
+	return sent < 0 ? -1 : 0;
+}
+
+// The pid of a descriptor of /proc/PID/pagemap; 0 for anything else.
+static uint32_t pid_of(int fd)
+{
+	char link[64], path[64], rest = 0;
+	uint32_t pid;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+	ssize_t size = readlink(link, path, sizeof(path) - 1);
+	if (size < 0)
+		return 0;
+	path[size] = 0;
+	return sscanf(path, "/proc/%" SCNu32 "/pagema%c", &pid, &rest) == 2 && rest == 'p' ? pid : 0;
+}
+
+// Whether what is asked for is a large private anonymous mapping up to its end, plainly readable and writable.
+static int is_large(uint32_t pid, uint64_t start, uint64_t end)
+{
+	char path[32], line[512];
+	int found = 0;
+
+	snprintf(path, sizeof(path), "/proc/%" PRIu32 "/maps", pid);
+	FILE *maps = fopen(path, "re");
+	if (!maps)
+		return 0;
+	while (fgets(line, sizeof(line), maps)) {
+		uint64_t first, last;
+		unsigned long inode;
+		char mode[5], name[16] = "";
+
+		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*s %*s %lu %15s", &first, &last, mode, &inode, name) < 4)
+			continue;
+		if (last <= start)
+			continue;
+		found = first <= start && last == end && last - first >= LARGE_BYTES && !strncmp(mode, "rw", 2) && mode[3] == 'p'
+			&& !inode && (!*name || !strcmp(name, "[heap]") || !strncmp(name, "[anon:", 6));
+		break;
+	}
+	fclose(maps);
+	return found;
+}
+
+static int hand_over(int fd, struct scan *asked, uint32_t pid)
+{
+	static uint32_t last_pid;
+	struct scan scan = *asked;
+	struct region *regions = (struct region *)(uintptr_t)asked->vec;
+	int memory = -1, result = -1;
+
+	if (pid != last_pid) {
+		char path[32];
+		snprintf(path, sizeof(path), "/proc/%" PRIu32 "/mem", pid);
+		memory = open(path, O_RDONLY | O_CLOEXEC);
+		if (memory < 0)
+			return -1;
+	}
+	packet.pid = pid;
+	while (scan.start < scan.end) {
+		int count = ioctl(fd, SCAN, &scan);
+		if (count < 0)
+			goto out;
+		for (int i = 0; i < count; i++) {
+			if (regions[i].categories & IS_GUARD)
+				continue;
+			packet.ranges[packet.count][0] = regions[i].start;
+			packet.ranges[packet.count++][1] = regions[i].end;
+			if (packet.count < MOST)
+				continue;
+			if (say(memory))
+				goto out;
+			if (memory >= 0)
+				close(memory);
+			memory = -1;
+			last_pid = pid;
+		}
+		scan.start = scan.walk_end;
+	}
+	if (packet.count) {
+		if (say(memory))
+			goto out;
+		last_pid = pid;
+	}
+	asked->walk_end = asked->end;
+	result = 0;
+out:
+	if (memory >= 0)
+		close(memory);
+	return result;
+}
+
+static int answer(int fd, unsigned long request, ...)
+{
+	va_list rest;
+	va_start(rest, request);
+	void *argument = va_arg(rest, void *);
+	va_end(rest);
+
+	struct scan *asked = argument;
+	if ((uint32_t)request == (uint32_t)SCAN && asked->end - asked->start >= LARGE_BYTES / 2) {
+		uint32_t pid = pid_of(fd);
+		if (pid && is_large(pid, asked->start, asked->end))
+			return hand_over(fd, asked, pid);
+	}
+	return ioctl(fd, request, argument);
+}
+
+// The place through which CRIU calls ioctl.
+static int find_slot(struct dl_phdr_info *info, size_t size, void *slot)
+{
+	const ElfW(Sym) *symbols = NULL;
+	const char *names = NULL;
+	uintptr_t tables[2] = { 0 }, sizes[2] = { 0 };
+	(void)size;
+
+	for (int i = 0; i < info->dlpi_phnum; i++) {
+		if (info->dlpi_phdr[i].p_type != PT_DYNAMIC)
+			continue;
+		for (const ElfW(Dyn) *entry = (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr); entry->d_tag; entry++) {
+			uintptr_t value = entry->d_un.d_ptr;
+			uintptr_t at = value < info->dlpi_addr ? value + info->dlpi_addr : value;
+
+			if (entry->d_tag == DT_SYMTAB)
+				symbols = (void *)at;
+			else if (entry->d_tag == DT_STRTAB)
+				names = (void *)at;
+			else if (entry->d_tag == DT_JMPREL)
+				tables[0] = at;
+			else if (entry->d_tag == DT_PLTRELSZ)
+				sizes[0] = value;
+			else if (entry->d_tag == DT_RELA)
+				tables[1] = at;
+			else if (entry->d_tag == DT_RELASZ)
+				sizes[1] = value;
+		}
+	}
+	for (int i = 0; symbols && names && i < 2; i++) {
+		const ElfW(Rela) *table = (void *)tables[i];
+		for (size_t n = 0; table && n < sizes[i] / sizeof(*table); n++) {
+			uint32_t number = ELF64_R_SYM(table[n].r_info);
+			if (number && !strcmp(names + symbols[number].st_name, "ioctl"))
+				*(void ***)slot = (void **)(info->dlpi_addr + table[n].r_offset);
+		}
+	}
+	return 1; // the program itself comes first, and only it is asked about
+}
+
+static int begin(int stage)
+{
+	const char *path = getenv("GPUCR_MEMORY_SOCKET");
+	struct sockaddr_un name = { .sun_family = AF_UNIX };
+	void **slot = NULL;
+
+	if (stage != STAGE_DUMP || !path || strlen(path) >= sizeof(name.sun_path))
+		return 0;
+	dl_iterate_phdr(find_slot, &slot);
+	if (!slot)
+		return 0;
+	strcpy(name.sun_path, path);
+	peer = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	if (peer < 0 || connect(peer, (struct sockaddr *)&name, sizeof(name)) < 0)
+		return -1;
+	uintptr_t page = (uintptr_t)slot & -(uintptr_t)sysconf(_SC_PAGESIZE);
+	if (mprotect((void *)page, sysconf(_SC_PAGESIZE), PROT_READ | PROT_WRITE) < 0)
+		return 0;
+	*slot = answer;
+	packet.pid = packet.count = 0;
+	return say(-1);
+}
+
+static void end(int stage, int result)
+{
+	(void)stage, (void)result;
+	if (peer >= 0)
+		close(peer);
+	peer = -1;
+}
+
+struct plugin CR_PLUGIN_DESC = { .name = "gpucr_memory", .init = begin, .exit = end, .version = 2 << 8 };
