@@ -89,19 +89,21 @@ def program(config: EngineConfig) -> str:
     return shutil.which(config.criu, path=clean_env()["PATH"]) or config.criu
 
 
-def _common(config: EngineConfig, images: Path, work: Path, log: str) -> list[str]:
+def _common(config: EngineConfig, images: Path, work: Path, log: str, plugins: Path | None = None) -> list[str]:
     return [
         *("--no-default-config", "-D", str(images), "-W", str(work), "-o", log, "-v4", "--stream"),
-        *("--libdir", str(work / "libdir")),  # no plugin of the site may join in unseen
+        *("--libdir", str(plugins or work / "libdir")),  # no plugin of the site may join in unseen
         *("--tcp-established", "--network-lock", "skip", "--manage-cgroups=ignore"),
         *("--ghost-limit", str(config.ghost_limit_bytes), "--file-locks"),
     ]
 
 
-def dump_argv(config: EngineConfig, root: int, images: Path, work: Path) -> list[str]:
-    """CRIU's argument list for a dump of the tree below `root` (pid inside the namespace), which runs on after it."""
+def dump_argv(config: EngineConfig, root: int, images: Path, work: Path, plugins: Path | None = None) -> list[str]:
+    """CRIU's argument list for a dump of the tree below `root` (pid inside the namespace), which runs on after it.
+    plugins: folder with the plugins that it loads."""
     return [
-        *(program(config), "dump", "-t", str(root), *_common(config, images, work, "dump.log"), "--link-remap"),
+        *(program(config), "dump", "-t", str(root), *_common(config, images, work, "dump.log", plugins)),
+        "--link-remap",
         *("--timeout", str(config.freeze_timeout_s), "--action-script", HOOK_PROGRAM),
         "--leave-running",
     ]

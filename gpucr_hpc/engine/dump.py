@@ -19,7 +19,7 @@ from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
 from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
-from gpucr_hpc.engine import criu, pagemap
+from gpucr_hpc.engine import bypass, criu, large, pagemap
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import DumpFailed
 from gpucr_hpc.faults import Point, reach
@@ -63,18 +63,24 @@ class Dump:
         capsule = self._capsule
         self._log.unlink(missing_ok=True)  # of an earlier dump: its words would explain this one's failure
         await self._listen()
+        env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
+        plugins = None
+        if await asyncio.to_thread(large.wanted, [p.pid for p in namespace_processes(capsule.init_pid)]):
+            plugins = self._plugins()
+            env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
+        log.debug("memory is read", job=capsule.job, by="CRIU" if plugins is None else "worker")
         argv = criu.enter_argv(
             capsule.init_pid,
             capsule.uid,
             capsule.gid,
-            criu.dump_argv(self._config, capsule.root, self._run_dir.images, self._run_dir.work),
+            criu.dump_argv(self._config, capsule.root, self._run_dir.images, self._run_dir.work, plugins),
         )
         self._criu = await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=clean_env({"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}),
+            env=clean_env(env),
             start_new_session=True,
         )
         ended = self._ended = asyncio.ensure_future(self._criu.communicate())
@@ -135,6 +141,15 @@ class Dump:
             with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
                 self._criu.kill()
             await self._ended
+
+    def _plugins(self) -> Path:
+        """A folder with CRIU's plugin alone."""
+        folder = self._run_dir.work / "plugins"
+        folder.mkdir(exist_ok=True)
+        link = folder / large.PLUGIN.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(large.PLUGIN)
+        return folder
 
     async def _listen(self) -> None:
         path = self._run_dir.images / "hook.sock"

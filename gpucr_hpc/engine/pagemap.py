@@ -21,7 +21,8 @@ from gpucr_hpc.errors import ImageError
 PAGE_BYTES = 4096
 PATCHES_STREAM = "patches.json"
 _ADDRESS, _OLD_PAGES, _IN_PARENT, _FLAGS, _PAGES = 1, 2, 3, 4, 5  # fields of an entry
-_PRESENT = 4  # PE_PRESENT, criu/include/pagemap.h; an entry without flags is present (older images)
+# PE_LAZY and PE_PRESENT, criu/include/pagemap.h; an entry without flags is present (older images).
+_LAZY, _PRESENT = 2, 4
 
 Patches = dict[str, list[tuple[int, bytes]]]
 
@@ -78,6 +79,34 @@ def without(data: bytes, taken: Sequence[tuple[int, int]]) -> bytes:
                 at = min(ends, end)
         offset = end
     return b"".join(out)
+
+
+def merged(data: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[bytes, list[tuple[int, int, bool]]]:
+    """The same image with pages that CRIU was not shown, as if it had been, and (address, bytes, whether the range was
+    among these) of every run in the order of the pages file.
+
+    ranges: begin and end of them, ascending. Raises ImageError, also when CRIU has one of these pages.
+    """
+    head, entries = _read(data)
+    new = any(entry.get(_PAGES) for entry in entries)
+    added = []
+    for begin, end in ranges:
+        pages = (end - begin) // PAGE_BYTES
+        counts = {_OLD_PAGES: 0, _PAGES: pages} if new else {_OLD_PAGES: pages}
+        added.append({_ADDRESS: begin, _FLAGS: _PRESENT | _LAZY} | counts)
+    both = sorted([(e, False) for e in entries] + [(e, True) for e in added], key=lambda pair: pair[0][_ADDRESS])
+    out = [data[: protobuf.MAGIC_BYTES], protobuf.encode(head)]
+    runs: list[tuple[int, int, bool]] = []
+    last = 0
+    for entry, ours in both:
+        address, pages = _run(entry)
+        if address < last:
+            raise ImageError(path="pagemap", reason=f"has page {address:#x} twice")
+        last = address + pages * PAGE_BYTES
+        out.append(protobuf.encode(dict(sorted(entry.items()))))
+        if _present(entry):
+            runs.append((address, pages * PAGE_BYTES, ours))
+    return b"".join(out), runs
 
 
 def _read(data: bytes) -> tuple[dict[int, int], list[dict[int, int]]]:

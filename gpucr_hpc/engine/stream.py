@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpucr_hpc.engine import pagemap
+from gpucr_hpc.engine import bypass, pagemap
 from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image.reader import ImageReader
@@ -171,11 +171,14 @@ class _Connection(abc.ABC):
 
 
 class Capture(_Connection):
-    """Takes a dump into an image."""
+    """Takes a dump into an image. memory: hears of large memory that CRIU does not give."""
 
-    def __init__(self, listener: socket.socket, writer: ImageWriter) -> None:
+    def __init__(self, listener: socket.socket, writer: ImageWriter, memory: bypass.Bypass | None = None) -> None:
         super().__init__(listener)
-        self._writer = writer
+        self._writer, self._memory = writer, memory
+        self._last = ""
+        self._maps: dict[int, bytes] = {}
+        self._owners: dict[str, int] = {}
         self.pagemaps: dict[int, pagemap.PageMap] = {}
         self.names: list[str] = []
         self.began: float | None = None
@@ -183,21 +186,53 @@ class Capture(_Connection):
     def _request(self, sock: socket.socket, name: str) -> None:
         if self.began is None:
             self.began = time.monotonic()  # CRIU opens its first file when every task has stopped
+        # CRIU opens the pages of a process right after its pagemap, and one process after the other (page-xfer.c).
+        owner = _PAGEMAP.fullmatch(self._last)
+        if owner is not None and _PAGES.fullmatch(name) and self._memory is not None and self._memory.active:
+            self._owners[name] = int(owner[1])
+        self._last = name
         self._start_pump(name, _receive_descriptor(sock))
         with self._changed:  # only now: whoever sees the last name must see its pump, too
             self.names.append(name)
             self._changed.notify_all()
 
     def _pump(self, name: str, fd: int) -> None:
-        with self._writer.stream(name, pages=_PAGES.fullmatch(name) is not None) as file:
-            found = _PAGEMAP.fullmatch(name)
-            if found is None:
-                file.copy_fd(fd)
-                return
+        found = _PAGEMAP.fullmatch(name)
+        if found is not None:
             with open(fd, "rb", closefd=False) as source:
                 data = source.read()
+            with self._changed:
+                self._maps[int(found[1])] = data
+                self._changed.notify_all()
+            if self._memory is None or not self._memory.active:
+                self._put_pagemap(int(found[1]), data)
+        elif name in self._owners:
+            self._put_memory(name, self._owners[name], fd)
+        else:
+            with self._writer.stream(name, pages=_PAGES.fullmatch(name) is not None) as file:
+                file.copy_fd(fd)
+
+    def _put_pagemap(self, pid: int, data: bytes) -> None:
+        with self._writer.stream(f"pagemap-{pid}.img") as file:
             file.write(data)
-            self.pagemaps[int(found[1])] = pagemap.parse(data)
+        self.pagemaps[pid] = pagemap.parse(data)
+
+    def _put_memory(self, name: str, pid: int, fd: int) -> None:
+        """All pages of a process: those in the pipe, which wait until their places are known, and those that CRIU was
+        not shown."""
+        assert self._memory is not None
+        rest = bypass.held(fd)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: pid in self._maps or self.failure is not None)
+                self.check()
+                data = self._maps[pid]
+            data, extents = self._memory.join(pid, data, rest)
+            self._put_pagemap(pid, data)
+            with self._writer.stream(name, pages=True) as file:
+                file.copy_extents(extents)
+        finally:
+            os.close(rest)
 
     def drain(self, timeout_s: float) -> list[str]:
         """Wait until every byte of the dump is in our memory or beyond; return the names of the files.
@@ -211,7 +246,7 @@ class Capture(_Connection):
                 timeout_s,
             )
         self.check()
-        if not done or _LAST_FILE not in self.names:
+        if not done or _LAST_FILE not in self.names or set(self._maps) != set(self.pagemaps):
             raise ImageError(path="CRIU stream", reason="the dump ended before its last file")
         return list(self.names)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import fill, fillplan, inspection, pagemap, stream
+from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
 from gpucr_hpc.errors import (
     CheckpointMissing,
@@ -54,6 +54,7 @@ class Worker:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._listener: socket.socket | None = None
+        self._memory: bypass.Bypass | None = None
         self._store: PosixStore | None = None
         self._staging: Staging | None = None
         self._writer: ImageWriter | None = None
@@ -95,6 +96,8 @@ class Worker:
         """
         if listen is not None:
             self._listener = stream.listen(Path(listen), name)
+            if name == stream.CAPTURE_SOCKET:
+                self._memory = bypass.Bypass(Path(listen))
         if expendable:
             Path("/proc/self/oom_score_adj").write_text(_FIRST_VICTIM)
         if os.geteuid() == 0 and uid != 0:
@@ -139,7 +142,9 @@ class Worker:
             room_bytes=room_bytes,
             expected_bytes=expected_bytes,
         )
-        self._capture = stream.Capture(self._listener, self._writer)
+        assert self._memory is not None
+        self._memory.start()
+        self._capture = stream.Capture(self._listener, self._writer, self._memory)
         self._capture.start()
         return problem
 
@@ -226,9 +231,11 @@ class Worker:
             self._capture.abort()
         if self._writer is not None:
             self._writer.abort()
+        if self._memory is not None:
+            self._memory.close()
         if self._staging is not None:
             self._staging.abort()
-        self._staging = self._writer = self._capture = None
+        self._staging = self._writer = self._capture = self._memory = None
 
     def do_serve(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
         """Open an image and check what can be checked without reading it whole; CRIU may connect from now on."""

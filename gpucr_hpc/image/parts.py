@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image import cutting
 from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, copy
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.packs import Packs
-from gpucr_hpc.image.relay import Pipe, Relay
+from gpucr_hpc.image.relay import Relay
 
 _SMALL_BYTES = 64 << 10  # sealed where it was read: a hand-over costs as much, and its buffer would be mostly air
+
+
+class Source(Protocol):
+    """Where a part's bytes are before it is placed: a pipe, or memory of a process."""
+
+    def empty_into(self, room: memoryview) -> None:
+        """Put all of them into `room`, which has their size."""
+
+    def done(self, *, empty: bool) -> None:
+        """Called once, when nothing is wanted from it any more. empty: whether all has been taken out."""
 
 
 class Means:
@@ -45,7 +56,7 @@ class Means:
 
 
 class Part:
-    """`size` bytes in a buffer, or in a pipe from which `place` gets them.
+    """`size` bytes in a buffer, or in a source from which `place` gets them.
 
     before: the part before it in its stream. keep: makes place for so many records at the stream's end, and says the
     first one's number; put: writes records from that number on. pages: it is cut by its content, else it is one chunk.
@@ -56,7 +67,7 @@ class Part:
         self,
         means: Means,
         size: int,
-        source: Buffer | Pipe | None,
+        source: Buffer | Source | None,
         *,
         before: Part | None,
         keep: Callable[[int], int],
@@ -66,8 +77,8 @@ class Part:
     ) -> None:
         self._means, self._size, self._before = means, size, before
         self._keep, self._put, self._pages, self._last = keep, put, pages, last
-        self._pipe = source if isinstance(source, Pipe) else None
         self._buffer = source if isinstance(source, Buffer) else None
+        self._source = None if isinstance(source, Buffer) else source
         self._ends: list[int] = []
         self._joined: Part | None = None  # where its first chunk began
         self._number = 0
@@ -89,7 +100,7 @@ class Part:
 
     def place(self) -> None:
         """Get the bytes and decide where chunks end, after the part before it has done so. On return no byte of it is
-        in a pipe any more. A failure is the image's. Twice is fine."""
+        in its source any more. A failure is the image's. Twice is fine."""
         if self.is_placed:
             return
         try:
@@ -107,17 +118,17 @@ class Part:
             pass
 
     def _fetch(self) -> None:
-        pipe, self._pipe = self._pipe, None
-        if pipe is None:
+        source, self._source = self._source, None
+        if source is None:
             return
         empty = False
         try:
             self._means.check()
             self._buffer = self._means.buffers.take()
-            pipe.empty_into(self._buffer.view[: self._size])
+            source.empty_into(self._buffer.view[: self._size])
             empty = True
         finally:
-            self._means.relay.give(pipe, empty=empty)
+            source.done(empty=empty)
 
     def _cut(self) -> None:
         marks = []
@@ -185,5 +196,5 @@ class Part:
 
     def drop(self) -> None:
         """It comes too late: nobody will place it."""
-        if self._pipe is not None:
-            self._means.relay.give(self._pipe, empty=False)
+        if self._source is not None:
+            self._source.done(empty=False)

@@ -12,15 +12,17 @@ import os
 import queue
 import select
 import threading
+from collections.abc import Callable
 
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.files import wait_for, widen_pipe
 
 
 class Pipe:
-    """A pipe that takes CHUNK_BYTES of whole pages."""
+    """A pipe that takes CHUNK_BYTES of whole pages. give_back: what `done` calls, with it and whether it is empty."""
 
-    def __init__(self) -> None:
+    def __init__(self, give_back: Callable[[Pipe, bool], None]) -> None:
+        self._give_back = give_back
         self._source, self._sink = os.pipe2(os.O_CLOEXEC)
         self.large_enough = widen_pipe(self._source) >= CHUNK_BYTES
 
@@ -46,6 +48,10 @@ class Pipe:
         """Read as much as `room` takes; it is there."""
         while room:
             room = room[os.readv(self._source, [room]) :]
+
+    def done(self, *, empty: bool) -> None:
+        """Nobody needs it any more."""
+        self._give_back(self, empty)
 
     def close(self) -> None:
         """Both ends, and what is still in between."""
@@ -77,7 +83,7 @@ class Relay:
     def _make(self) -> None:
         made = 0
         with contextlib.suppress(OSError):  # no descriptors left
-            while made < self._limit and (pipe := Pipe()).large_enough:
+            while made < self._limit and (pipe := Pipe(self._give)).large_enough:
                 self._free.put(pipe)
                 made += 1
             if made < self._limit:
@@ -85,8 +91,7 @@ class Relay:
         if not made:
             self._free.put(None)
 
-    def give(self, pipe: Pipe, *, empty: bool = True) -> None:
-        """Take a pipe back."""
+    def _give(self, pipe: Pipe, empty: bool) -> None:
         with self._lock:
             if empty and not self._closed:
                 self._free.put(pipe)

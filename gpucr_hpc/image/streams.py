@@ -1,7 +1,7 @@
 """One stream of a new image.
 
-Who calls: the engine, one thread for each pipe. What is not memory, or not in a pipe, is read into buffers here; memory
-in a pipe is handed on unread, so that the threads of the crew copy it.
+Who calls: the engine, one thread for each stream. What is not memory, or not in a pipe, is read into buffers here;
+memory in a pipe or in a process is handed on unread, so that the threads of the crew copy it.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections.abc import Iterable
 
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.image import layout
 from gpucr_hpc.image.buffers import Buffer
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.crew import Crew
+from gpucr_hpc.image.extents import Extent, parts
 from gpucr_hpc.image.files import wait_for, widen_pipe
-from gpucr_hpc.image.parts import Means, Part
-from gpucr_hpc.image.relay import Pipe
+from gpucr_hpc.image.parts import Means, Part, Source
 
 _EMPTY_RECORD = bytes(layout.RECORD.size)
 
@@ -70,18 +71,37 @@ class StreamWriter:
                 return self.size_bytes + self._filled - before
             self._advance(count)
 
+    def copy_extents(self, extents: Iterable[Extent]) -> int:
+        """Append what lies in files; the bytes. Only for memory, and to a stream that is empty.
+
+        The crew reads them: when `close` has returned, too, all are read, and the descriptors may be closed. After a
+        failure they may be when the image is aborted. Raises ImageError when something cannot be read, the image's
+        first failure.
+        """
+        assert self._pages
+        assert not self._filled + self.size_bytes
+        total = 0
+        for size, source in parts(extents):
+            if size == CHUNK_BYTES:
+                self._submit(size, source)
+            else:
+                source.empty_into(self._room().view[:size])
+                self._filled = size
+            total += size
+        return total
+
     def _hand_on(self, fd: int) -> None:
         """Have a pipe's content copied by the crew, but for the rest that is no whole part."""
         while (pipe := self._means.relay.take()) is not None:
             try:
                 size = pipe.fill(fd)
             except BaseException:
-                self._means.relay.give(pipe, empty=False)
+                pipe.done(empty=False)
                 raise
             if size < CHUNK_BYTES:
                 pipe.empty_into(self._room().view[:size])
                 self._filled = size
-                self._means.relay.give(pipe)
+                pipe.done(empty=True)
                 return
             self._submit(size, pipe)
 
@@ -123,7 +143,7 @@ class StreamWriter:
         self._buffer, self._filled = None, 0
         self._submit(size, buffer, last)
 
-    def _submit(self, size: int, source: Buffer | Pipe | None, last: bool = False) -> None:
+    def _submit(self, size: int, source: Buffer | Source | None, last: bool = False) -> None:
         part = Part(
             self._means,
             size,
@@ -134,7 +154,7 @@ class StreamWriter:
             pages=self._pages,
             last=last,
         )
-        if not isinstance(source, Pipe):
+        if source is None or isinstance(source, Buffer):
             part.place()
         if not self._crew.submit(part):
             part.drop()

@@ -1,0 +1,174 @@
+"""Large memory that CRIU is not shown: which pages there are, and where they are read.
+
+Who calls: worker and capture. A plugin in CRIU (spank_plugin/criu_memory.c) connects to our socket and names, while the
+tree is frozen, the pages of large private anonymous mappings, with a descriptor of /proc/PID/mem. CRIU leaves them out
+of its pages and its pagemap. Here both are put together again, to what CRIU would have written by itself.
+
+A packet is the pid inside the namespace and a count in 32 bits each, then so many begins and ends of ranges in 64 bits
+each, in the machine's order. The first one of a process carries the descriptor; pid 0 says that the plugin is at work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpucr_hpc.engine import pagemap
+from gpucr_hpc.errors import ImageError
+from gpucr_hpc.image.extents import Extent
+from gpucr_hpc.wire import peer_of
+
+SOCKET = "memory.sock"
+_PIPE_BYTES = 1 << 20
+_HEAD = struct.Struct("=II")
+_RANGE = struct.Struct("=QQ")
+_MAX_PACKET_BYTES = 64 << 10
+
+
+@dataclass
+class _Process:
+    memory: int
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Bypass:
+    """The worker's end of the plugin. peer_uid: who CRIU is."""
+
+    peer_uid = 0
+
+    def __init__(self, directory: Path) -> None:
+        path = directory / SOCKET
+        path.unlink(missing_ok=True)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(str(path))
+        path.chmod(0o600)
+        self._listener.listen(1)
+        self._listener.setblocking(False)
+        self._peer: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._processes: dict[int, _Process] = {}
+        self._active = False
+        self._ended = False
+        self._failure: ImageError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        """Hear the plugin from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Hear nothing any more, and close what was handed over. The image must be finished or aborted."""
+        with self._lock:
+            self._ended = True
+        for sock in (self._listener, self._peer):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        if self._thread.is_alive():
+            self._thread.join()
+        self._listener.close()
+        if self._peer is not None:
+            self._peer.close()
+        for process in self._processes.values():
+            os.close(process.memory)
+        self._processes.clear()
+
+    @property
+    def active(self) -> bool:
+        """Whether the plugin is at work: it says so before CRIU asks for its first file. Raises ImageError."""
+        self._check()
+        return self._active
+
+    def join(self, pid: int, data: bytes, rest: int) -> tuple[bytes, list[Extent]]:
+        """The pagemap of a process as CRIU would have written it, and where the pages lie, in the order of the file.
+
+        data: the pagemap as CRIU has written it, to its end. rest: a file with the pages of that. Raises ImageError.
+        """
+        self._check()
+        process = self._processes.get(pid)
+        whole, runs = pagemap.merged(data, process.ranges if process is not None else ())
+        extents, at = [], 0
+        for address, size, ours in runs:
+            if ours:
+                assert process is not None
+                extents.append(Extent(process.memory, address, size))
+            else:
+                extents.append(Extent(rest, at, size))
+                at += size
+        if at != os.fstat(rest).st_size:
+            raise ImageError(path=f"pages of process {pid}", reason=f"{os.fstat(rest).st_size} bytes, {at} expected")
+        return whole, extents
+
+    def _run(self) -> None:
+        while self._hear():
+            poll = select.poll()
+            poll.register(self._peer or self._listener, select.POLLIN)
+            if any(event & ~select.POLLIN for _, event in poll.poll()) and self._peer is None:
+                return  # closed
+
+    def _hear(self) -> bool:
+        """Take all that the plugin has sent so far; whether more may come. What CRIU did after sending came later."""
+        with self._lock:
+            try:
+                if self._peer is None and not self._ended:
+                    self._accept()
+                while self._peer is not None and not self._ended:
+                    data, fds, _, _ = socket.recv_fds(self._peer, _MAX_PACKET_BYTES, 1)
+                    if data:
+                        self._take(data, fds)
+                    else:
+                        self._ended = True
+            except BlockingIOError:
+                return True
+            except (OSError, struct.error) as error:
+                self._failure, self._ended = ImageError(path="CRIU's plugin", reason=error), True
+                if self._peer is not None:
+                    with contextlib.suppress(OSError):  # the plugin must not wait for us
+                        self._peer.shutdown(socket.SHUT_RDWR)
+            return not self._ended
+
+    def _accept(self) -> None:
+        peer, _ = self._listener.accept()
+        if peer_of(peer).uid != self.peer_uid:
+            peer.close()
+            raise OSError(f"the peer is not uid {self.peer_uid}")
+        peer.setblocking(False)
+        self._peer = peer
+
+    def _check(self) -> None:
+        self._hear()
+        if self._failure is not None:
+            raise self._failure
+
+    def _take(self, data: bytes, fds: list[int]) -> None:
+        pid, count = _HEAD.unpack_from(data)
+        if not pid:
+            self._active = True
+            return
+        if fds:
+            os.set_inheritable(fds[0], False)
+            if pid in self._processes:
+                os.close(fds[0])
+            else:
+                self._processes[pid] = _Process(fds[0])
+        if pid not in self._processes or len(data) != _HEAD.size + count * _RANGE.size:
+            raise struct.error(f"bad packet about process {pid}")
+        self._processes[pid].ranges += _RANGE.iter_unpack(data[_HEAD.size :])
+
+
+def held(pipe: int) -> int:
+    """A file in memory with all that a pipe gives."""
+    file = os.memfd_create("rest", os.MFD_CLOEXEC)
+    try:
+        while os.splice(pipe, file, _PIPE_BYTES):
+            pass
+    except BaseException:
+        os.close(file)
+        raise
+    return file

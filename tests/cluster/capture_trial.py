@@ -1,0 +1,160 @@
+"""Dumps of one tree by CRIU alone and with large memory read beside it; runs inside the root file system of
+`scripts/measure_image`. Says a JSON object for each."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gpucr_hpc.engine import large, pagemap, protobuf
+from gpucr_hpc.engine.dump import Dump
+from gpucr_hpc.errors import GpucrError
+from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.reader import ImageReader
+from gpucr_hpc.lab import image_bench as bench
+from gpucr_hpc.lab.wait import wait_until
+from gpucr_hpc.model import Manifest
+from tests.cluster.fill_trial import LIMIT_S, PLACE, PROGRAM, Tree, restored
+
+
+def pages(ours: bench.Ours, manifest: Manifest) -> dict[int, dict[int, bytes]]:
+    """Every page of every process that is in an image, by pid and address; flags in front of the content."""
+    found: dict[int, dict[int, bytes]] = {}
+    key = DataKey.from_hex(ours._key(manifest))
+    folder = ours.root / bench.JOB / manifest.checkpoint
+    with ImageReader(
+        lambda name: (folder / name).open("rb"), manifest.image(0), checkpoint=manifest.checkpoint, key=key
+    ) as reader:
+        for name in reader.names():
+            if not name.startswith("pagemap-") or "shmem" in name:
+                continue
+            head, *entries = protobuf.messages(reader.read(name), name)
+            content, at = reader.read(f"pages-{head[1][0]}.img"), 0
+            mine = found[int(name.removeprefix("pagemap-").removesuffix(".img"))] = {}
+            for entry in entries:
+                count, flags = int(entry[5][0]), int(entry[4][0])
+                for number in range(count):
+                    address = int(entry[1][0]) + number * pagemap.PAGE_BYTES
+                    mine[address] = bytes([flags]) + content[at : at + pagemap.PAGE_BYTES]
+                    at += pagemap.PAGE_BYTES
+            assert at == len(content), name
+            assert list(mine) == sorted(mine), name
+    return found
+
+
+def difference(one: dict[int, dict[int, bytes]], other: dict[int, dict[int, bytes]]) -> dict[str, Any]:
+    """Pages that only one image has, that differ, and that have other flags."""
+    assert one.keys() == other.keys()
+    said = {"pages": 0, "missing": 0, "differ": 0, "flags": 0}
+    for pid, mine in one.items():
+        theirs = other[pid]
+        said["pages"] += len(mine)
+        said["missing"] += len(mine.keys() ^ theirs.keys())
+        both = mine.keys() & theirs.keys()
+        said["differ"] += sum(mine[at][1:] != theirs[at][1:] for at in both)
+        said["flags"] += sum(mine[at][0] != theirs[at][0] for at in both)
+    return said
+
+
+@contextlib.contextmanager
+def beside(yes: bool) -> Iterator[None]:
+    """Whatever this machine has: memory is read beside CRIU, or not."""
+    kept = large.PROCESSORS, large.LARGE_BYTES
+    large.PROCESSORS, large.LARGE_BYTES = (1, 1 << 20) if yes else (1 << 20, 1 << 20)
+    try:
+        yield
+    finally:
+        large.PROCESSORS, large.LARGE_BYTES = kept
+
+
+@contextlib.contextmanager
+def unreadable() -> Iterator[None]:
+    """Workers that cannot read some memory: they import a copy of the reader that meets an error half-way."""
+    shadow = Path("/bench/shadow")
+    shutil.copytree("/src/gpucr_hpc", shadow / "gpucr_hpc", dirs_exist_ok=True)
+    file = shadow / "gpucr_hpc/image/extents.py"
+    text = file.read_text()
+    line = "                try:\n"
+    broken = text.replace(line, line + "                    if position >> 32 and next(_countdown) == 40:\n"
+                          "                        raise OSError(5, 'Input/output error')\n")
+    assert broken != text
+    file.write_text(broken + "\n\nimport itertools\n\n_countdown = itertools.count()\n")
+    kept = os.environ["PYTHONPATH"]
+    os.environ["PYTHONPATH"] = f"{shadow}:{kept}"
+    try:
+        yield
+    finally:
+        os.environ["PYTHONPATH"] = kept
+
+
+async def fails(tree: Tree, ours: bench.Ours) -> dict[str, Any]:
+    """A dump whose memory cannot be read; what came of the tree."""
+    kept, dumps = bench.Dump, []
+
+    def made(*arguments: Any) -> Dump:
+        dumps.append(kept(*arguments))
+        return dumps[-1]
+
+    bench.Dump = made  # type: ignore[assignment,misc]
+    try:
+        await ours.dump(tree)
+    except GpucrError as error:
+        said = {"error": type(error).__name__, "text": str(error)}
+    else:
+        said = {"error": ""}
+    finally:
+        bench.Dump = kept  # type: ignore[misc]
+    await dumps[0].undo()
+    beats = {path.name: path.read_text() for path in PLACE.glob("*.alive")}
+    wait_until(
+        lambda: all(path.read_text() != beats[path.name] for path in PLACE.glob("*.alive")), LIMIT_S, "signs of life"
+    )
+    await bench.network.unlock(bench.JOB)
+    return {**said, "sums": tree.sums()}
+
+
+async def trial() -> None:
+    """All dumps, and restores of those that succeed."""
+
+    def say(name: str, said: dict[str, Any]) -> None:
+        print(json.dumps({"case": name, **said}), flush=True)
+
+    shutil.rmtree(PLACE, ignore_errors=True)
+    PLACE.mkdir()
+    os.chown(PLACE, bench.UID, bench.UID)
+    shutil.copy(PROGRAM, "/bench/program.py")
+    tree, ours = Tree(), bench.Ours()
+    await tree.start()
+    try:
+        say("before", {"sums": tree.sums()})
+        with beside(yes=False):
+            _, by_criu = await ours.dump(tree)
+        with beside(yes=True):
+            run, manifest = await ours.dump(tree)
+            found = large.measure(tree.programs())
+            size = {"plain": manifest.bytes_plain, "large": found.large, "peak": run.peak_bytes}
+            say("image", difference(pages(ours, by_criu), pages(ours, manifest)) | size)
+            room, on = await ours.dump(tree, base=by_criu, room_bytes=1 << 30)
+            say("references", {"stored": on.bytes_stored, "plain": on.bytes_plain, "freeze_s": room.freeze_s})
+            with unreadable():
+                say("unreadable", await fails(tree, ours))
+            said = await restored(tree, ours, manifest)
+            said["seconds"] = time.monotonic()
+            say("beside", said)
+            say("beside, references", await restored(tree, ours, on))
+    finally:
+        with contextlib.suppress(Exception):
+            await tree.end()
+
+
+if __name__ == "__main__":
+    os.environ["PATH"] = bench.clean_env()["PATH"]
+    bench.prepare()
+    asyncio.run(trial())
