@@ -271,6 +271,12 @@ class IntegrityError(ImageError):
     hint = "an older checkpoint may still be good: `gpucr list JOB`"
 
 
+class MemoryUnreadable(ImageError):
+    """the job's memory at {address} cannot be read: {reason}"""
+
+    exit_code = 54
+
+
 class SignatureError(ImageError):
     """{path}: the signature is not one of this cluster's: {reason}"""
 

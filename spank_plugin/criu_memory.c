@@ -95,31 +95,62 @@ static uint32_t pid_of(int fd)
 	return sscanf(path, "/proc/%" SCNu32 "/pagema%c", &pid, &rest) == 2 && rest == 'p' ? pid : 0;
 }
 
-// Whether what is asked for is a large private anonymous mapping up to its end, plainly readable and writable.
-static int is_large(uint32_t pid, uint64_t start, uint64_t end)
+// The large private anonymous mappings of one process that are plainly readable and writable. The tree is frozen, so they
+// are looked up once.
+static struct {
+	uint32_t pid;
+	size_t count, room;
+	uint64_t (*ranges)[2];
+} large;
+
+static int look_up(uint32_t pid)
 {
 	char path[32], line[512];
-	int found = 0;
 
+	large.pid = 0;
+	large.count = 0;
 	snprintf(path, sizeof(path), "/proc/%" PRIu32 "/maps", pid);
 	FILE *maps = fopen(path, "re");
 	if (!maps)
-		return 0;
+		return -1;
 	while (fgets(line, sizeof(line), maps)) {
-		uint64_t first, last;
+		uint64_t start, end;
 		unsigned long inode;
 		char mode[5], name[16] = "";
 
-		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*s %*s %lu %15s", &first, &last, mode, &inode, name) < 4)
+		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*s %*s %lu %15s", &start, &end, mode, &inode, name) < 4)
+			continue; // the rest of a long name
+		if (end - start < LARGE_BYTES || strncmp(mode, "rw", 2) || mode[3] != 'p' || inode)
 			continue;
-		if (last <= start)
+		if (*name && strcmp(name, "[heap]") && strncmp(name, "[anon:", 6))
 			continue;
-		found = first <= start && last == end && last - first >= LARGE_BYTES && !strncmp(mode, "rw", 2) && mode[3] == 'p'
-			&& !inode && (!*name || !strcmp(name, "[heap]") || !strncmp(name, "[anon:", 6));
-		break;
+		if (large.count == large.room) {
+			size_t room = large.room ? 2 * large.room : 64;
+			void *more = realloc(large.ranges, room * sizeof(*large.ranges));
+			if (!more) {
+				fclose(maps);
+				return -1;
+			}
+			large.ranges = more;
+			large.room = room;
+		}
+		large.ranges[large.count][0] = start;
+		large.ranges[large.count++][1] = end;
 	}
 	fclose(maps);
-	return found;
+	large.pid = pid;
+	return 0;
+}
+
+// Whether what is asked for is one of them, or its last part.
+static int is_large(uint32_t pid, uint64_t start, uint64_t end)
+{
+	if (pid != large.pid && look_up(pid))
+		return 0;
+	for (size_t i = 0; i < large.count; i++)
+		if (large.ranges[i][0] <= start && large.ranges[i][1] == end)
+			return 1;
+	return 0;
 }
 
 static int hand_over(int fd, struct scan *asked, uint32_t pid)
@@ -178,8 +209,9 @@ static int answer(int fd, unsigned long request, ...)
 	va_end(rest);
 
 	struct scan *asked = argument;
-	if ((uint32_t)request == (uint32_t)SCAN && asked->end - asked->start >= LARGE_BYTES / 2) {
+	if ((uint32_t)request == (uint32_t)SCAN) {
 		uint32_t pid = pid_of(fd);
+
 		if (pid && is_large(pid, asked->start, asked->end))
 			return hand_over(fd, asked, pid);
 	}
@@ -226,27 +258,27 @@ static int find_slot(struct dl_phdr_info *info, size_t size, void *slot)
 	return 1; // the program itself comes first, and only it is asked about
 }
 
+// CRIU goes on by itself where something is missing: who listens has not heard that the plugin is in place.
 static int begin(int stage)
 {
 	const char *path = getenv("GPUCR_MEMORY_SOCKET");
 	struct sockaddr_un name = { .sun_family = AF_UNIX };
+	uintptr_t page = sysconf(_SC_PAGESIZE);
 	void **slot = NULL;
 
 	if (stage != STAGE_DUMP || !path || strlen(path) >= sizeof(name.sun_path))
 		return 0;
 	dl_iterate_phdr(find_slot, &slot);
-	if (!slot)
+	if (!slot || mprotect((void *)((uintptr_t)slot & -page), page, PROT_READ | PROT_WRITE) < 0)
 		return 0;
 	strcpy(name.sun_path, path);
 	peer = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
 	if (peer < 0 || connect(peer, (struct sockaddr *)&name, sizeof(name)) < 0)
-		return -1;
-	uintptr_t page = (uintptr_t)slot & -(uintptr_t)sysconf(_SC_PAGESIZE);
-	if (mprotect((void *)page, sysconf(_SC_PAGESIZE), PROT_READ | PROT_WRITE) < 0)
 		return 0;
-	*slot = answer;
 	packet.pid = packet.count = 0;
-	return say(-1);
+	if (say(-1) == 0)
+		*slot = answer;
+	return 0;
 }
 
 static void end(int stage, int result)

@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,11 +46,11 @@ class Memory:
         return self.large >= LARGE_BYTES and self.rest <= REST_BYTES
 
 
-def wanted(pids: Iterable[int]) -> bool:
+def wanted(pids: Sequence[int]) -> bool:
     """Whether the memory of these processes is to be read beside CRIU, and can be."""
     if len(os.sched_getaffinity(0)) < PROCESSORS or not PLUGIN.is_file() or not kernel_names_pages():
         return False
-    return measure(pids).is_worth_it
+    return sum(map(_anonymous_bytes, pids)) >= LARGE_BYTES and measure(pids).is_worth_it
 
 
 def kernel_names_pages() -> bool:
@@ -77,6 +77,15 @@ def measure(pids: Iterable[int]) -> Memory:
         except OSError:
             continue
     return found
+
+
+def _anonymous_bytes(pid: int) -> int:
+    """All anonymous memory of a process; it is known without a walk through its mappings."""
+    try:
+        with open(f"/proc/{pid}/status", errors="replace") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith(("RssAnon:", "VmSwap:")))
+    except OSError:
+        return 0
 
 
 def _add(found: Memory, smaps: Iterable[str]) -> None:

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from gpucr_hpc.errors import ImageError
+from gpucr_hpc.errors import MemoryUnreadable
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 
 
@@ -28,16 +28,16 @@ class Extents:
         self._extents = list(extents)
 
     def empty_into(self, room: memoryview) -> None:
-        """Read everything. Raises ImageError when something cannot be read."""
+        """Read everything. Raises MemoryUnreadable when something cannot be read."""
         for fd, position, size in self._extents:
             target, room = room[:size], room[size:]
             while target:
                 try:
                     count = os.preadv(fd, [target], position)
                 except OSError as error:
-                    raise ImageError(path=f"memory at {position:#x}", reason=error.strerror) from None
+                    raise MemoryUnreadable(address=f"{position:#x}", reason=error.strerror) from None
                 if not count:
-                    raise ImageError(path=f"memory at {position:#x}", reason="its process has ended")
+                    raise MemoryUnreadable(address=f"{position:#x}", reason="its process has ended")
                 target, position = target[count:], position + count
 
     def done(self, *, empty: bool) -> None:

@@ -75,8 +75,7 @@ class StreamWriter:
         """Append what lies in files; the bytes. Only for memory, and to a stream that is empty.
 
         The crew reads them: when `close` has returned, too, all are read, and the descriptors may be closed. After a
-        failure they may be when the image is aborted. Raises ImageError when something cannot be read, the image's
-        first failure.
+        failure they may be when the image is aborted. Raises MemoryUnreadable, the image's first failure.
         """
         assert self._pages
         assert not self._filled + self.size_bytes

@@ -29,6 +29,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import Geometry, build, namespace_processes
 from gpucr_hpc.capsule.capsule import Identity
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
+from gpucr_hpc.engine import large
 from gpucr_hpc.image.keyfiles import generate_keys
 from gpucr_hpc.wire import Frame, Type, make
 
@@ -268,9 +269,10 @@ def install(tools: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tools / "bin" / source, target)
         target.chmod(0o755)
-    if (tools / "lib" / INTERPOSER.name).exists():
-        shutil.copy(tools / "lib" / INTERPOSER.name, INTERPOSER)
-        INTERPOSER.chmod(0o755)
+    for library in (INTERPOSER, large.PLUGIN):
+        if (tools / "lib" / library.name).exists():
+            shutil.copy(tools / "lib" / library.name, library)
+            library.chmod(0o755)
     link = Path("/usr/local/sbin/nft")
     if shutil.which("nft") is None and not link.exists():
         link.parent.mkdir(parents=True, exist_ok=True)
