@@ -1,0 +1,84 @@
+"""Whether memory is read beside CRIU."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from gpucr_hpc.engine import large
+
+MIB = 1 << 20
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+
+
+@pytest.fixture(autouse=True)
+def able(monkeypatch, tmp_path):
+    """A machine with processors, a plugin and a kernel; some megabytes are much."""
+    (tmp_path / "plugin.so").touch()
+    monkeypatch.setattr(large, "PLUGIN", tmp_path / "plugin.so")
+    monkeypatch.setattr(large, "PROCESSORS", 1)
+    monkeypatch.setattr(large, "kernel_names_pages", lambda: True)
+    monkeypatch.setattr(large, "LARGE_BYTES", 1 << 40)
+
+
+def filled(mib: float, flags: int = PRIVATE) -> mmap.mmap:
+    memory = mmap.mmap(-1, int(mib * MIB), flags=flags)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    for at in range(0, len(memory), mmap.PAGESIZE):
+        memory[at] = 1
+    return memory
+
+
+@pytest.mark.parametrize(
+    ("mib", "flags", "grown"), [(24, PRIVATE, 24), (24, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS, 0), (0.25, PRIVATE, 0)]
+)
+def test_private_anonymous_memory_is_counted(mib, flags, grown):
+    """Shared memory and small mappings are CRIU's."""
+    before = large.measure([os.getpid()])
+    memory = filled(mib, flags)
+    after = large.measure([os.getpid()])
+    assert abs(after.large - before.large - grown * MIB) < MIB
+    assert after.rest - before.rest < MIB
+    memory.close()
+
+
+def test_memory_of_a_file_that_was_changed_is_the_rest(tmp_path):
+    """It is private, too, but only CRIU knows what of it belongs to the file."""
+    path: Path = tmp_path / "file"
+    path.write_bytes(bytes(8 * MIB))
+    before = large.measure([os.getpid()])
+    with path.open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), 8 * MIB, flags=mmap.MAP_PRIVATE)
+    memory[:] = b"x" * len(memory)
+    after = large.measure([os.getpid()])
+    assert abs(after.rest - before.rest - 8 * MIB) < MIB
+    memory.close()
+
+
+def test_wanted_with_enough_of_it(monkeypatch):
+    """And only then; a process that is gone has nothing."""
+    memory = filled(24)
+    assert not large.wanted([os.getpid()])
+    monkeypatch.setattr(large, "LARGE_BYTES", 24 * MIB)
+    assert large.wanted([1 << 22, os.getpid()])
+    assert not large.wanted([1 << 22])
+    memory.close()
+
+
+@pytest.mark.parametrize("lacking", ["processors", "plugin", "kernel", "room for the rest"])
+def test_not_wanted_where_it_cannot_be_or_does_not_pay(monkeypatch, lacking):
+    memory = filled(24)
+    monkeypatch.setattr(large, "LARGE_BYTES", 24 * MIB)
+    if lacking == "processors":
+        monkeypatch.setattr(large, "PROCESSORS", 1 << 20)
+    elif lacking == "plugin":
+        large.PLUGIN.unlink()
+    elif lacking == "kernel":
+        monkeypatch.setattr(large, "kernel_names_pages", lambda: False)
+    else:
+        monkeypatch.setattr(large, "REST_BYTES", 0)
+    assert not large.wanted([os.getpid()])
+    memory.close()
