@@ -80,13 +80,15 @@ class Dump:
 
 
 @contextmanager
-def dumping() -> Iterator[Dump]:
+def dumping(*, slow: bool = False) -> Iterator[Dump]:
+    """slow: the thread that hears the plugin does not get to it."""
     with tempfile.TemporaryDirectory(prefix="gpucr-") as name:
         directory = Path(name)
         staging = MemoryStore().begin(JOB, ID)
         writer = ImageWriter(staging.create, checkpoint=ID, node_rank=0, key=KEY, workers=3)
         memory = bypass.Bypass(directory)
-        memory.start()
+        if not slow:
+            memory.start()
         capture = stream.Capture(stream.listen(directory, stream.CAPTURE_SOCKET), writer, memory)
         capture.start()
         dump = Dump(directory, capture, memory, writer, staging)
@@ -96,6 +98,9 @@ def dumping() -> Iterator[Dump]:
             for plugin in dump.plugins:
                 plugin.sock.close()
             capture.abort()
+            capture._thread.join(LIMIT_S)
+            with capture._changed:
+                assert capture._changed.wait_for(lambda: not capture._open, LIMIT_S)
             writer.abort()
             memory.close()
 
@@ -173,6 +178,26 @@ def test_image_is_that_of_criu_alone(tree, most):
             assert pagemap.parse(data).pages_id == pagemap.parse(found[name]).pages_id
         else:
             assert data == found[name], name
+
+
+def test_what_the_plugin_has_said_is_heard_in_time():
+    """Before CRIU ends a pagemap the plugin has named all pages of the process."""
+    memory, files = memory_of(LARGE), order(files_of([ONE]))
+    with dumping(slow=True) as dump:
+        plugin = dump.plugin()
+        plugin.ready()
+        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
+            for name in files:
+                criu.begin(name)
+            with dump.capture._changed:
+                assert dump.capture._changed.wait_for(lambda: len(dump.capture.names) == len(files), LIMIT_S)
+            plugin.name(2, [RANGE], memory)
+            for name, data in files.items():
+                criu.write(name, data)
+                criu.end(name)
+            criu.dump({})
+            assert b"".join([*ONE.memory().values(), *LARGE.values()]) == dump.finish()["pages-1.img"]
+    os.close(memory)
 
 
 ONE = Process(2, 1, [Mapping(AT, 50, {n: bytes([n]) * PAGE for n in range(50)})])

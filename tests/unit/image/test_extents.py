@@ -84,6 +84,17 @@ def test_all_is_read_when_the_stream_is_closed():
         assert data == chunks(staging, image.finish(), "pages-1.img")[0]
 
 
+def test_reads_may_be_short(monkeypatch):
+    """/proc/PID/mem may give less than what was asked for."""
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, rooms, at: preadv(fd, [rooms[0][:1000]], at))
+    data = os.urandom(30 * PAGE_BYTES)
+    with scattered(data, [3, 5]) as extents:
+        room = bytearray(len(data))
+        Extents(extents).empty_into(memoryview(room))
+    assert data == room
+
+
 def test_memory_that_is_gone_fails_the_image():
     """The end of a file is what /proc/PID/mem gives of a process that has ended."""
     data = memory(6, 5 * CHUNK_BYTES)
