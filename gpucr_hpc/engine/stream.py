@@ -186,9 +186,11 @@ class Capture(_Connection):
     def _request(self, sock: socket.socket, name: str) -> None:
         if self.began is None:
             self.began = time.monotonic()  # CRIU opens its first file when every task has stopped
+            if self._memory is not None and not self._memory.active:
+                self._memory = None
         # CRIU opens the pages of a process right after its pagemap, and one process after the other (page-xfer.c).
         owner = _PAGEMAP.fullmatch(self._last)
-        if owner is not None and _PAGES.fullmatch(name) and self._memory is not None and self._memory.active:
+        if owner is not None and _PAGES.fullmatch(name) and self._memory is not None:
             self._owners[name] = int(owner[1])
         self._last = name
         self._start_pump(name, _receive_descriptor(sock))
@@ -204,7 +206,7 @@ class Capture(_Connection):
             with self._changed:
                 self._maps[int(found[1])] = data
                 self._changed.notify_all()
-            if self._memory is None or not self._memory.active:
+            if self._memory is None:
                 self._put_pagemap(int(found[1]), data)
         elif name in self._owners:
             self._put_memory(name, self._owners[name], fd)
