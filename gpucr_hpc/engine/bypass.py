@@ -85,6 +85,12 @@ class Bypass:
         self._check()
         return self._active
 
+    @property
+    def size_bytes(self) -> int:
+        """All that the plugin has named so far."""
+        with self._lock:
+            return sum(end - begin for process in self._processes.values() for begin, end in process.ranges)
+
     def join(self, pid: int, data: bytes, rest: int) -> tuple[bytes, list[Extent]]:
         """The pagemap of a process as CRIU would have written it, and where the pages lie, in the order of the file.
 

@@ -36,11 +36,12 @@ log = Log(__name__)
 @dataclass(frozen=True)
 class Frozen:
     """A captured, still frozen tree. streams: names in the image; processes: what was in the namespace; frozen_at:
-    seconds of the monotonic clock when every task had stopped."""
+    seconds of the monotonic clock when every task had stopped; beside_bytes: memory that was read beside CRIU."""
 
     streams: list[str]
     processes: list[Process]
     frozen_at: float
+    beside_bytes: int = 0
 
 
 class Dump:
@@ -68,7 +69,6 @@ class Dump:
         if await asyncio.to_thread(large.wanted, [p.pid for p in namespace_processes(capsule.init_pid)]):
             plugins = self._plugins()
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
-        log.debug("memory is read", job=capsule.job, by="CRIU" if plugins is None else "worker")
         argv = criu.enter_argv(
             capsule.init_pid,
             capsule.uid,
@@ -103,7 +103,9 @@ class Dump:
         processes = self._check_complete(streams)
         await self._take_injected_pages(processes)
         frozen_at = await self._worker.call("frozen_at")
-        return Frozen(streams, processes, frozen_at)
+        beside = 0 if plugins is None else await self._worker.call("beside")
+        log.info("memory captured", job=capsule.job, beside_bytes=beside)
+        return Frozen(streams, processes, frozen_at, beside)
 
     async def resume(self) -> None:
         """Let the tree run on. Raises DumpFailed when CRIU then fails."""

@@ -142,8 +142,8 @@ class Worker:
             room_bytes=room_bytes,
             expected_bytes=expected_bytes,
         )
-        assert self._memory is not None
-        self._memory.start()
+        if self._memory is not None:
+            self._memory.start()
         self._capture = stream.Capture(self._listener, self._writer, self._memory)
         self._capture.start()
         return problem
@@ -170,6 +170,11 @@ class Worker:
         """Monotonic clock, in seconds, when every task had stopped."""
         assert self._capture is not None
         return self._capture.began
+
+    def do_beside(self) -> int:
+        """Bytes of memory that CRIU did not give."""
+        assert self._memory is not None
+        return self._memory.size_bytes
 
     def do_locate(self, pages: dict[str, list[int]]) -> list[tuple[str, int, str, int]]:
         """Where pages lie in the image. pages: pid inside the namespace to addresses; (pages file, offset, pid,

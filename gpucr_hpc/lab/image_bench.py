@@ -312,6 +312,7 @@ class Ours:
             start = time.monotonic()
             frozen = await dump.capture()
             run.notes["pipes_read_s"] = time.monotonic() - start
+            run.notes["beside_bytes"] = frozen.beside_bytes
 
             async def run_on() -> None:
                 await dump.resume()

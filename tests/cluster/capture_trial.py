@@ -8,7 +8,6 @@ import contextlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,19 +134,17 @@ async def trial() -> None:
     try:
         say("before", {"sums": tree.sums()})
         with beside(yes=False):
-            _, by_criu = await ours.dump(tree)
+            run, by_criu = await ours.dump(tree)
+            say("by criu", {"named": run.notes["beside_bytes"]})
         with beside(yes=True):
             run, manifest = await ours.dump(tree)
-            found = large.measure(tree.programs())
-            size = {"plain": manifest.bytes_plain, "large": found.large, "peak": run.peak_bytes}
+            size = {"plain": manifest.bytes_plain, "named": run.notes["beside_bytes"], "peak": run.peak_bytes}
             say("image", difference(pages(ours, by_criu), pages(ours, manifest)) | size)
             room, on = await ours.dump(tree, base=by_criu, room_bytes=1 << 30)
             say("references", {"stored": on.bytes_stored, "plain": on.bytes_plain, "freeze_s": room.freeze_s})
             with unreadable():
                 say("unreadable", await fails(tree, ours))
-            said = await restored(tree, ours, manifest)
-            said["seconds"] = time.monotonic()
-            say("beside", said)
+            say("beside", await restored(tree, ours, manifest))
             say("beside, references", await restored(tree, ours, on))
     finally:
         with contextlib.suppress(Exception):
