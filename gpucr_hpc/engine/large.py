@@ -17,8 +17,8 @@ from pathlib import Path
 
 #: With less, CRIU passes everything on.
 LARGE_BYTES = 1 << 30
-#: With more that only CRIU can pass on, it does so with everything.
-REST_BYTES = 512 << 20
+#: With more that only CRIU can pass on, or more than a quarter of the rest, it does so with everything.
+REST_BYTES = 2 << 30
 #: Fewer processors have enough to do with sealing.
 PROCESSORS = 5
 #: A mapping of less is CRIU's (spank_plugin/criu_memory.c).
@@ -43,7 +43,7 @@ class Memory:
     @property
     def is_worth_it(self) -> bool:
         """Whether it is to be read beside CRIU on a machine with enough processors."""
-        return self.large >= LARGE_BYTES and self.rest <= REST_BYTES
+        return self.large >= LARGE_BYTES and self.rest <= min(REST_BYTES, self.large // 4)
 
 
 def wanted(pids: Sequence[int]) -> bool:

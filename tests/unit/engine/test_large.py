@@ -21,7 +21,7 @@ def able(monkeypatch, tmp_path):
     monkeypatch.setattr(large, "PLUGIN", tmp_path / "plugin.so")
     monkeypatch.setattr(large, "PROCESSORS", 1)
     monkeypatch.setattr(large, "kernel_names_pages", lambda: True)
-    monkeypatch.setattr(large, "LARGE_BYTES", 1 << 40)
+    monkeypatch.setattr(large, "LARGE_BYTES", 1 << 30)
 
 
 def filled(mib: float, flags: int = PRIVATE) -> mmap.mmap:
@@ -60,18 +60,28 @@ def test_memory_of_a_file_that_was_changed_is_the_rest(tmp_path):
 
 def test_wanted_with_enough_of_it(monkeypatch):
     """And only then; a process that is gone has nothing."""
-    memory = filled(24)
+    memory = filled(256)
     assert not large.wanted([os.getpid()])
-    monkeypatch.setattr(large, "LARGE_BYTES", 24 * MIB)
+    monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
     assert large.wanted([1 << 22, os.getpid()])
     assert not large.wanted([1 << 22])
     memory.close()
 
 
+def test_little_may_be_left_to_criu():
+    """It waits in the worker's memory."""
+    much = 64 * large.REST_BYTES
+    assert large.Memory(large.LARGE_BYTES, large.LARGE_BYTES // 4).is_worth_it
+    assert not large.Memory(large.LARGE_BYTES, large.LARGE_BYTES // 4 + 1).is_worth_it
+    assert not large.Memory(large.LARGE_BYTES - 1, 0).is_worth_it
+    assert large.Memory(much, large.REST_BYTES).is_worth_it
+    assert not large.Memory(much, large.REST_BYTES + 1).is_worth_it
+
+
 @pytest.mark.parametrize("lacking", ["processors", "plugin", "kernel", "room for the rest"])
 def test_not_wanted_where_it_cannot_be_or_does_not_pay(monkeypatch, lacking):
-    memory = filled(24)
-    monkeypatch.setattr(large, "LARGE_BYTES", 24 * MIB)
+    memory = filled(256)
+    monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
     if lacking == "processors":
         monkeypatch.setattr(large, "PROCESSORS", 1 << 20)
     elif lacking == "plugin":
