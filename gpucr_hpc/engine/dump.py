@@ -67,7 +67,7 @@ class Dump:
         env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
         plugins = None
         if await asyncio.to_thread(large.wanted, [p.pid for p in namespace_processes(capsule.init_pid)]):
-            plugins = self._plugins()
+            plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(
             capsule.init_pid,
@@ -143,15 +143,6 @@ class Dump:
             with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
                 self._criu.kill()
             await self._ended
-
-    def _plugins(self) -> Path:
-        """A folder with CRIU's plugin alone."""
-        folder = self._run_dir.work / "plugins"
-        folder.mkdir(exist_ok=True)
-        link = folder / large.PLUGIN.name
-        link.unlink(missing_ok=True)
-        link.symlink_to(large.PLUGIN)
-        return folder
 
     async def _listen(self) -> None:
         path = self._run_dir.images / "hook.sock"

@@ -10,6 +10,7 @@ import array
 import fcntl
 import os
 import re
+import shutil
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -51,6 +52,15 @@ def wanted(pids: Sequence[int]) -> bool:
     if len(os.sched_getaffinity(0)) < PROCESSORS or not PLUGIN.is_file() or not kernel_names_pages():
         return False
     return sum(map(_anonymous_bytes, pids)) >= LARGE_BYTES and measure(pids).is_worth_it
+
+
+def plugin_folder(work: Path) -> Path:
+    """A folder in CRIU's work directory that holds its plugin and no other."""
+    folder = work / "plugins"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / PLUGIN.name).symlink_to(PLUGIN)
+    return folder
 
 
 def kernel_names_pages() -> bool:

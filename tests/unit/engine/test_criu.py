@@ -86,6 +86,16 @@ def test_command_lines_agree():
     assert {"--leave-running", "--link-remap"} <= set(dump)
 
 
+def test_plugins_come_from_a_folder_of_ours():
+    """No plugin of the site joins in; a restore has none."""
+    config, work = EngineConfig(), Path("/w")
+    dump = criu.dump_argv(config, 2, Path("/i"), work)
+    with_plugin = criu.dump_argv(config, 2, Path("/i"), work, work / "plugins")
+    restore = criu.restore_argv(config, Path("/i"), work)
+    found = [argv[argv.index("--libdir") + 1] for argv in (dump, with_plugin, restore)]
+    assert found == ["/w/libdir", "/w/plugins", "/w/libdir"]
+
+
 def fake(directory: Path, version: str, status: int = 0) -> EngineConfig:
     path = directory / "criu"
     lines = ["#!/bin/sh", f'[ "$1" = --version ] && {{ echo "Version: {version}"; exit 0; }}', "echo 'Error (x): no'"]

@@ -68,6 +68,16 @@ def test_wanted_with_enough_of_it(monkeypatch):
     memory.close()
 
 
+def test_criu_loads_the_plugin_alone(tmp_path):
+    """Also where an earlier dump has left a folder."""
+    for _ in range(2):
+        folder = large.plugin_folder(tmp_path)
+        (found,) = folder.iterdir()
+        assert found.resolve() == large.PLUGIN.resolve()
+        assert found.suffix == ".so"
+        (folder / "other.so").touch()
+
+
 def test_little_may_be_left_to_criu():
     """It waits in the worker's memory."""
     much = 64 * large.REST_BYTES
