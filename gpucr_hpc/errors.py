@@ -272,7 +272,7 @@ class IntegrityError(ImageError):
 
 
 class MemoryUnreadable(ImageError):
-    """the job's memory at {address} cannot be read: {reason}"""
+    """the job's memory cannot be read: {reason}"""
 
     exit_code = 54
 

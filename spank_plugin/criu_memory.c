@@ -165,7 +165,7 @@ static int hand_over(int fd, struct scan *asked, uint32_t pid)
 		snprintf(path, sizeof(path), "/proc/%" PRIu32 "/mem", pid);
 		memory = open(path, O_RDONLY | O_CLOEXEC);
 		if (memory < 0)
-			return -1;
+			return ioctl(fd, SCAN, asked); // CRIU has its own way to read it
 	}
 	packet.pid = pid;
 	while (scan.start < scan.end) {

@@ -10,6 +10,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -119,6 +120,14 @@ int main(int argc, char **argv)
 	CHECK(plugin->init(0) == 0);
 	peer = accept(listener, NULL, NULL);
 	CHECK(hear(&memory) && packet.pid == 0 && packet.count == 0 && memory == -1);
+
+	// Memory that cannot be opened is CRIU's. The mappings are known, so that only this open is refused.
+	struct rlimit limit, none = { 0 };
+	CHECK(ask(large, 4 * MIB, 64) == 64);
+	CHECK(getrlimit(RLIMIT_NOFILE, &limit) == 0);
+	none.rlim_max = limit.rlim_max;
+	CHECK(setrlimit(RLIMIT_NOFILE, &none) == 0 && ask(large, 8 * MIB, 64) == 64);
+	CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0 && !hear(&memory));
 
 	// All pages in their order, though they do not fit into what was asked with.
 	CHECK(ask(large, 8 * MIB, 64) == 0);

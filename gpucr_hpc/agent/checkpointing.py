@@ -24,7 +24,15 @@ from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
-from gpucr_hpc.errors import Busy, CapsuleError, CheckpointGivenUp, CutNotPossible, GpucrError, PeerLost
+from gpucr_hpc.errors import (
+    Busy,
+    CapsuleError,
+    CheckpointGivenUp,
+    CutNotPossible,
+    GpucrError,
+    MemoryUnreadable,
+    PeerLost,
+)
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.log import Log
@@ -69,7 +77,8 @@ async def checkpoint(
     full: write everything, whatever earlier checkpoints have.
     since: monotonic clock when the signal came that asked for it, for the report; None means now. A cut that
     cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times; so is one
-    that Slurm waits for (info given) and in which another node's agent was lost, as long as there is time.
+    that Slurm waits for (info given) and in which another node's agent was lost, as long as there is time, and one in
+    which memory could not be read beside CRIU: by CRIU alone then.
     """
     ordered = time.monotonic() if since is None else since
     limit_s = budget_s(info, leave, job.context.config.engine.dump_timeout_s)
@@ -82,6 +91,10 @@ async def checkpoint(
                 raise
             log.info("cut not possible now", job=job.job, attempt=attempt, reason=str(error))
             await asyncio.sleep(random.uniform(0.05, 0.3))  # noqa: S311 - spreads tries, hides nothing
+        except MemoryUnreadable as error:
+            if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
+                raise
+            log.warning("again by CRIU alone", job=job.job, attempt=attempt, reason=str(error))
         except PeerLost as error:
             # Slurm takes the job away in any case: another node's agent that died is started anew meanwhile.
             if info is None or budget.left() < _LOST_RESERVE_S:

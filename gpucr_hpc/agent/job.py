@@ -62,6 +62,7 @@ class ProtectedJob:
         self.gpu_word = False  # whether the user has been told how the job uses GPUs
         self.policy, self.times = Policy(), Times()
         self.dumping: DumpProgress | None = None
+        self.beside = True  # memory may be read beside CRIU
         self.staying: asyncio.Task[None] | None = None  # a checkpoint led here after which the job goes on
         self.sample: tuple[float, float] | None = None  # when the job's own progress was first seen, and what it was
         self.timeouts = 0  # how often it went on after its time limit

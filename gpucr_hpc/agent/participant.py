@@ -22,7 +22,7 @@ from gpucr_hpc.engine.nccl import node as nccl
 from gpucr_hpc.engine.openfiles import OpenFile, output_files, writable_files
 from gpucr_hpc.engine.restore import describe_host, tree_meta
 from gpucr_hpc.engine.worker_client import WorkerClient
-from gpucr_hpc.errors import CoordinationError, CutNotPossible, GpucrError, Refused, StoreFull
+from gpucr_hpc.errors import CoordinationError, CutNotPossible, GpucrError, MemoryUnreadable, Refused, StoreFull
 from gpucr_hpc.faults import Point, reach
 from gpucr_hpc.log import Log
 from gpucr_hpc.units import format_bytes
@@ -220,8 +220,12 @@ class LocalParticipant:
         job, context = self._job, self._job.context
         await self._gpus.checkpoint()
         self._gpus.verify(namespace_processes(self._capsule.init_pid))
-        self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine)
-        frozen: Frozen = await self._dump.capture()
+        self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
+        try:
+            frozen: Frozen = await self._dump.capture()
+        except MemoryUnreadable:
+            job.beside = False  # the next try is CRIU's alone
+            raise
         await reach(Point.FROZEN, job.job)
         there = {p.nspid for p in frozen.processes}
         killed = [t.key for t in self.tasks if t.status is None and t.pid not in there]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpucr_hpc.engine import pagemap
-from gpucr_hpc.errors import ImageError
+from gpucr_hpc.errors import ImageError, MemoryUnreadable
 from gpucr_hpc.image.extents import Extent
 from gpucr_hpc.wire import peer_of
 
@@ -33,8 +33,11 @@ _MAX_PACKET_BYTES = 64 << 10
 
 @dataclass
 class _Process:
+    """memory: its descriptor, -1 when closed; joined: how many of the ranges a pagemap has got."""
+
     memory: int
     ranges: list[tuple[int, int]] = field(default_factory=list)
+    joined: int = 0
 
 
 class Bypass:
@@ -55,7 +58,7 @@ class Bypass:
         self._processes: dict[int, _Process] = {}
         self._active = False
         self._ended = False
-        self._failure: ImageError | None = None
+        self._failure: MemoryUnreadable | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
@@ -63,7 +66,8 @@ class Bypass:
         self._thread.start()
 
     def close(self) -> None:
-        """Hear nothing any more, and close what was handed over. The image must be finished or aborted."""
+        """Hear nothing any more, and close what was handed over; twice is fine. Everything must be read, or the image
+        aborted."""
         with self._lock:
             self._ended = True
         for sock in (self._listener, self._peer):
@@ -76,12 +80,13 @@ class Bypass:
         if self._peer is not None:
             self._peer.close()
         for process in self._processes.values():
-            os.close(process.memory)
-        self._processes.clear()
+            if process.memory >= 0:
+                os.close(process.memory)
+            process.memory = -1
 
     @property
     def active(self) -> bool:
-        """Whether the plugin is at work: it says so before CRIU asks for its first file. Raises ImageError."""
+        """Whether the plugin is at work: it says so before CRIU asks for its first file. Raises MemoryUnreadable."""
         self._check()
         return self._active
 
@@ -94,11 +99,18 @@ class Bypass:
     def join(self, pid: int, data: bytes, rest: int) -> tuple[bytes, list[Extent]]:
         """The pagemap of a process as CRIU would have written it, and where the pages lie, in the order of the file.
 
-        data: the pagemap as CRIU has written it, to its end. rest: a file with the pages of that. Raises ImageError.
+        data: the pagemap as CRIU has written it, to its end. rest: a file with the pages of that. Raises
+        MemoryUnreadable.
         """
         self._check()
         process = self._processes.get(pid)
-        whole, runs = pagemap.merged(data, process.ranges if process is not None else ())
+        ranges = process.ranges if process is not None else []
+        try:
+            whole, runs = pagemap.merged(data, ranges)
+        except ImageError as error:
+            raise MemoryUnreadable(reason=f"process {pid}: {error}") from None
+        if process is not None:
+            process.joined = len(ranges)
         extents, at = [], 0
         for address, size, ours in runs:
             if ours:
@@ -108,8 +120,16 @@ class Bypass:
                 extents.append(Extent(rest, at, size))
                 at += size
         if at != os.fstat(rest).st_size:
-            raise ImageError(path=f"pages of process {pid}", reason=f"{os.fstat(rest).st_size} bytes, {at} expected")
+            size = os.fstat(rest).st_size
+            raise MemoryUnreadable(reason=f"process {pid}: CRIU gave {size} bytes, {at} expected")
         return whole, extents
+
+    def check_complete(self) -> None:
+        """At the dump's end: raise MemoryUnreadable unless all that the plugin has named is in a pagemap."""
+        self._check()
+        for pid, process in self._processes.items():
+            if process.joined != len(process.ranges):
+                raise MemoryUnreadable(reason=f"process {pid}: CRIU's pagemap lacks pages that its plugin has named")
 
     def _run(self) -> None:
         while self._hear():
@@ -133,7 +153,7 @@ class Bypass:
             except BlockingIOError:
                 return True
             except (OSError, struct.error) as error:
-                self._failure, self._ended = ImageError(path="CRIU's plugin", reason=error), True
+                self._failure, self._ended = MemoryUnreadable(reason=f"CRIU's plugin: {error}"), True
                 if self._peer is not None:
                     with contextlib.suppress(OSError):  # the plugin must not wait for us
                         self._peer.shutdown(socket.SHUT_RDWR)

@@ -47,8 +47,12 @@ class Frozen:
 class Dump:
     """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`."""
 
-    def __init__(self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig) -> None:
+    def __init__(
+        self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig, *, beside: bool = True
+    ) -> None:
+        """beside: large memory may be read beside CRIU, where that is worth it."""
         self._capsule, self._run_dir, self._worker, self._config = capsule, run_dir, worker, config
+        self._beside = beside
         self._criu: asyncio.subprocess.Process | None = None
         self._server: asyncio.Server | None = None
         self._hooks: dict[str, wire.Channel] = {}
@@ -59,14 +63,16 @@ class Dump:
     async def capture(self) -> Frozen:
         """Freeze the tree and stream it into the worker; on return it is still frozen.
 
-        Raises DumpFailed or an error of the worker; `undo` is to be called then.
+        Raises DumpFailed or an error of the worker, which is MemoryUnreadable when only reading beside CRIU failed;
+        `undo` is to be called then.
         """
         capsule = self._capsule
         self._log.unlink(missing_ok=True)  # of an earlier dump: its words would explain this one's failure
         await self._listen()
         env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
         plugins = None
-        if await asyncio.to_thread(large.wanted, [p.pid for p in namespace_processes(capsule.init_pid)]):
+        pids = [p.pid for p in namespace_processes(capsule.init_pid)] if self._beside else []
+        if await asyncio.to_thread(large.wanted, pids):
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(

@@ -10,6 +10,7 @@ Invalid ELF magic", where the vdso was the first executable mapping.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,6 +95,8 @@ def merged(data: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[bytes, list[
         pages = (end - begin) // PAGE_BYTES
         counts = {_OLD_PAGES: 0, _PAGES: pages} if new else {_OLD_PAGES: pages}
         added.append({_ADDRESS: begin, _FLAGS: _PRESENT | _LAZY} | counts)
+    if any(one[_ADDRESS] > other[_ADDRESS] for one, other in itertools.pairwise(entries)):
+        raise ImageError(path="pagemap", reason="its pages are not in the order of their addresses")
     both = sorted([(e, False) for e in entries] + [(e, True) for e in added], key=lambda pair: pair[0][_ADDRESS])
     out = [data[: protobuf.MAGIC_BYTES], protobuf.encode(head)]
     runs: list[tuple[int, int, bool]] = []

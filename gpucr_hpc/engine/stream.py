@@ -250,6 +250,8 @@ class Capture(_Connection):
         self.check()
         if not done or _LAST_FILE not in self.names or set(self._maps) != set(self.pagemaps):
             raise ImageError(path="CRIU stream", reason="the dump ended before its last file")
+        if self._memory is not None:
+            self._memory.check_complete()
         return list(self.names)
 
 

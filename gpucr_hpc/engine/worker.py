@@ -164,7 +164,10 @@ class Worker:
 
     def do_drain(self, timeout_s: float) -> list[str]:
         assert self._capture is not None
-        return self._capture.drain(timeout_s)
+        assert self._memory is not None
+        names = self._capture.drain(timeout_s)
+        self._memory.close()  # a job that goes on is nobody's to read
+        return names
 
     def do_frozen_at(self) -> float | None:
         """Monotonic clock, in seconds, when every task had stopped."""

@@ -35,9 +35,9 @@ class Extents:
                 try:
                     count = os.preadv(fd, [target], position)
                 except OSError as error:
-                    raise MemoryUnreadable(address=f"{position:#x}", reason=error.strerror) from None
+                    raise MemoryUnreadable(reason=f"{error.strerror} at {position:#x}") from None
                 if not count:
-                    raise MemoryUnreadable(address=f"{position:#x}", reason="its process has ended")
+                    raise MemoryUnreadable(reason=f"its process has ended, at {position:#x}")
                 target, position = target[count:], position + count
 
     def done(self, *, empty: bool) -> None:

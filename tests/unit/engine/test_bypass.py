@@ -20,7 +20,7 @@ from fake_criu import FakeCriu
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpucr_hpc.engine import bypass, pagemap, stream
+from gpucr_hpc.engine import bypass, pagemap, protobuf, stream
 from gpucr_hpc.errors import GpucrError, ImageError, MemoryUnreadable
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
@@ -241,11 +241,75 @@ def test_page_that_both_have_is_refused():
     memory = memory_of(LARGE)
     found = failing(lambda plugin: plugin.name(2, [(AT + 49 * PAGE, AT + 51 * PAGE)], memory))
     os.close(memory)
+    assert isinstance(found, MemoryUnreadable)
     assert "has page 0x40031000 twice" in str(found)
+
+
+def test_pages_of_a_process_that_criu_does_not_have_are_missed():
+    """They would be in no pagemap: silent loss."""
+    memory = memory_of(LARGE)
+    found = failing(lambda plugin: plugin.name(3, [RANGE], memory))
+    os.close(memory)
+    assert isinstance(found, MemoryUnreadable)
+    assert "process 3: CRIU's pagemap lacks pages" in str(found)
+
+
+def test_pages_that_are_named_too_late_are_missed():
+    """After the pagemap has come to its end nobody would read them."""
+    memory = memory_of(LARGE)
+    with dumping() as dump:
+        plugin = dump.plugin()
+        plugin.ready()
+        plugin.name(2, [(RANGE[0], RANGE[1] - PAGE)], memory)
+        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
+            criu.dump(order(files_of([ONE])))
+            dump.capture.drain(LIMIT_S)
+            plugin.name(2, [(RANGE[1] - PAGE, RANGE[1])], None)
+            with pytest.raises(MemoryUnreadable, match="lacks pages"):
+                dump.capture.drain(LIMIT_S)
+    os.close(memory)
+
+
+def test_pagemap_in_another_order_is_refused():
+    """The bytes of the pages file lie in the order of its entries."""
+    data = files_of([ONE])["pagemap-2.img"]
+    with pytest.raises(ImageError, match="not in the order of their addresses"):
+        pagemap.merged(data + protobuf.encode({1: AT - 100 * PAGE, 4: 4, 5: 1}), [])
+
+
+def test_memory_is_nobodys_to_read_after_the_dump():
+    """The process runs on while its image is sealed."""
+    before = len(os.listdir("/proc/self/fd"))
+    memory = memory_of(LARGE)
+    with dumping() as dump:
+        plugin = dump.plugin()
+        plugin.ready()
+        plugin.name(2, [RANGE], memory)
+        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
+            criu.dump(order(files_of([ONE])))
+            dump.capture.drain(LIMIT_S)
+            assert len(same_file(memory)) == 2
+            dump.memory.close()
+            assert same_file(memory) == [memory]
+            assert dump.memory.size_bytes == 100 * PAGE
+            assert len(LARGE) + 50 == len(dump.finish()["pages-1.img"]) // PAGE
+    os.close(memory)
+    assert before == len(os.listdir("/proc/self/fd"))
+
+
+def same_file(fd: int) -> list[int]:
+    """Open descriptors of a file."""
+    inode, found = os.fstat(fd).st_ino, []
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.fstat(int(name)).st_ino == inode and "memfd:mem" in os.readlink(f"/proc/self/fd/{name}"):
+                found.append(int(name))
+    return found
 
 
 def test_pages_that_are_missing_are_noticed():
     found = failing(Plugin.ready, pages=False)
+    assert isinstance(found, MemoryUnreadable)
     assert f"{49 * PAGE} bytes, {50 * PAGE} expected" in str(found)
 
 
@@ -273,7 +337,7 @@ def test_bad_packet_fails_the_dump_and_releases_the_plugin(packet):
             released.set()
 
     found = failing(speak)
-    assert type(found) is ImageError
+    assert isinstance(found, MemoryUnreadable)
     assert "CRIU's plugin" in str(found)
     assert released.is_set()
 
