@@ -20,7 +20,7 @@ struct capsule_args {
 	size_t ngroups;
 	const char *hostname, *run_dir, *hosts; /* hosts: NULL without */
 	int netns, control;                     /* -1 without */
-	long long last_pid;
+	long long last_pid, holder_pid; /* of a restore; holder_pid 0: the one after last_pid */
 	const char *private[MAX_PRIVATE];
 	int nprivate;
 	struct {

@@ -45,7 +45,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 		{ "mode", 1, NULL, 'm' },     { "uid", 1, NULL, 'u' },	    { "gid", 1, NULL, 'g' },
 		{ "groups", 1, NULL, 'G' },   { "hostname", 1, NULL, 'h' }, { "run-dir", 1, NULL, 'r' },
 		{ "hosts", 1, NULL, 'e' },    { "netns", 1, NULL, 'n' },    { "control", 1, NULL, 'c' },
-		{ "last-pid", 1, NULL, 'l' }, { "private", 1, NULL, 'p' },  { "tmpfs-size", 1, NULL, 's' },
+		{ "last-pid", 1, NULL, 'l' }, { "holder-pid", 1, NULL, 'H' }, { "private", 1, NULL, 'p' },  { "tmpfs-size", 1, NULL, 's' },
 		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' },
 		{ "bind", 1, NULL, 'b' },     { "cover", 1, NULL, 'C' },    { NULL, 0, NULL, 0 },
 	};
@@ -74,6 +74,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 		case 'c': ok = parse_number(optarg, 3, INT_MAX, &n); a->control = (int)n; break;
 		case 'y': ok = parse_number(optarg, 3, INT_MAX, &n); a->sync = (int)n; break;
 		case 'l': ok = parse_number(optarg, 0, 1 << 22, &a->last_pid); break;
+		case 'H': ok = parse_number(optarg, 0, 1 << 22, &a->holder_pid); break;
 		case 's': ok = parse_number(optarg, 0, LLONG_MAX, &a->tmpfs_size); break;
 		case 'p':
 			ok = *optarg == '/' && a->nprivate < MAX_PRIVATE;
@@ -96,7 +97,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 	}
 	if (uid < 0 || gid < 0 || a->control < 0 || !a->run_dir || *a->run_dir != '/' || optind != argc) {
 		say("usage: gpucr-init capsule --mode start|restore --uid U --gid G --groups A,B --hostname H --run-dir D "
-		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--private DIR]... [--cover DIR]... "
+		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--holder-pid N] [--private DIR]... [--cover DIR]... "
 		    "[--bind FROM:TO]... [--tmpfs-size BYTES] [--cgroup-wait]");
 		return -1;
 	}

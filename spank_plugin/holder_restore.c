@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The holder of a restored capsule: runs CRIU as its own child, so that what CRIU leaves without a parent comes to the
- * holder, joins the namespaces that CRIU made for the tree, and sends the old holder away. */
+ * holder, joins the namespaces that CRIU made for the tree, and sends the old holder away. That one came back under another
+ * number (the agent gives CRIU a changed image), so that orphans of the job have the same parent as before. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>

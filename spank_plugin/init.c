@@ -73,6 +73,15 @@ static void exec_holder(const struct capsule_args *a, int self, int sync, char *
 	_exit(1);
 }
 
+static void next_pid_after(const struct capsule_args *a, long long last)
+{
+	char text[32];
+
+	snprintf(text, sizeof(text), "%lld", last);
+	if (write_file("/proc/sys/kernel/ns_last_pid", text) < 0)
+		fail(a, "set ns_last_pid", errno);
+}
+
 static void send_ready(const struct capsule_args *a, pid_t host_pid, int sync)
 {
 	char text[512];
@@ -129,14 +138,8 @@ static void pid_one(struct capsule_args *a, int host_pid_pipe, const char *exe, 
 	raise_hard_limits();
 	if (chdir("/") < 0)
 		fail(a, "chdir /", errno);
-	if (a->restore) {
-		char text[32];
-
-		/* New processes take pids above all that come back. */
-		snprintf(text, sizeof(text), "%lld", a->last_pid);
-		if (write_file("/proc/sys/kernel/ns_last_pid", text) < 0)
-			fail(a, "set ns_last_pid", errno);
-	}
+	if (a->restore)
+		next_pid_after(a, a->holder_pid ? a->holder_pid - 1 : a->last_pid);
 	if (pipe2(sync, O_CLOEXEC) < 0)
 		fail(a, "pipe", errno);
 	holder = fork();
@@ -145,6 +148,11 @@ static void pid_one(struct capsule_args *a, int host_pid_pipe, const char *exe, 
 	if (holder == 0) {
 		close(sync[0]);
 		exec_holder(a, self, sync[1], argv);
+	}
+	if (a->restore && a->holder_pid) {
+		if (holder != a->holder_pid)
+			fail(a, "the holder's number is taken", 0);
+		next_pid_after(a, a->last_pid); /* above all that come back; the holder starts nothing before READY */
 	}
 	close(self);
 	close(sync[1]);

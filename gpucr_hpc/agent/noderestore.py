@@ -82,6 +82,7 @@ class NodeRestore:
             checkpoint=manifest.checkpoint,
             entry=manifest.image(job.node_rank).as_dict(),
             key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
+            holder=engine.in_image(self._meta),
         )
         await self._fit_files()
         # No supervisor belongs to them before their sruns are started again.
@@ -99,7 +100,7 @@ class NodeRestore:
             geometry=job.geometry,
             node_rank=job.node_rank,
             config=context.config.network,
-            restore_above=engine.restore_above(self._meta),
+            pids=engine.pids(self._meta),
             covers=covers,
             binds=binds,
         )

@@ -98,6 +98,16 @@ class Identity:
         return cls(uid, gid, ())
 
 
+@dataclass(frozen=True)
+class RestorePids:
+    """Numbers in the pid namespace of a capsule that is restored. holder: of the new holder, 0: any above `above`;
+    old_holder: of the dumped one when it comes back; above: all others that are not of the image are above it."""
+
+    holder: int
+    old_holder: int
+    above: int
+
+
 class Builder:
     """A capsule under construction in restore mode: its holder waits for the order to run CRIU."""
 
@@ -159,18 +169,18 @@ async def build(
     geometry: Geometry,
     node_rank: int,
     config: NetworkConfig,
-    restore_above: int | None = None,
+    pids: RestorePids | None = None,
     covers: Sequence[str] = (),
     binds: Sequence[tuple[str, str]] = (),
 ) -> Builder:
     """Make network and namespaces for a job.
 
-    run_dir exists (RunDir.make). restore_above: None starts a shepherd; a number prepares a restore, with new pids
-    above it. covers, binds: directories that are hidden but for what is bound there, and more (source, target) to bind.
+    run_dir exists (RunDir.make). pids: None starts a shepherd; else a restore is prepared. covers, binds: directories
+    that are hidden but for what is bound there, and more (source, target) to bind.
     On any failure everything made is removed again and CapsuleError says which step failed.
     """
     hostname = geometry.names[node_rank]
-    restoring = restore_above is not None
+    restoring = pids is not None
     run_dir.hosts.write_text(network.hosts_text(config, geometry))
     await network.create(job, node_rank, geometry, config, locked=restoring)
     ours, theirs = socket.socketpair()
@@ -181,7 +191,8 @@ async def build(
         *("--groups", ",".join(map(str, who.groups)) or str(who.gid)),
         *("--hostname", hostname, "--run-dir", str(run_dir.path), "--hosts", str(run_dir.hosts)),
         *("--netns", str(netns), "--control", str(theirs.fileno())),
-        *("--last-pid", str(restore_above or 0), "--tmpfs-size", "0"),
+        *("--last-pid", str(pids.above if pids else 0), "--holder-pid", str(pids.holder if pids else 0)),
+        *("--tmpfs-size", "0"),
     ]
     for directory in PRIVATE_DIRECTORIES:
         argv += ["--private", directory]

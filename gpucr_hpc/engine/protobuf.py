@@ -6,7 +6,7 @@ An image file is 8 bytes of magic, then messages, each behind its length in 4 by
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from gpucr_hpc.errors import ImageError
 
@@ -75,8 +75,18 @@ def parts(message: Mapping[int, list[int | bytes]], field: int) -> Iterator[dict
 
 def encode(numbers: Mapping[int, int]) -> bytes:
     """A message of numeric fields, behind its length."""
-    body = b"".join(_encoded(field << 3) + _encoded(value) for field, value in numbers.items())
-    return _LENGTH.pack(len(body)) + body
+    return encode_pairs(numbers.items())
+
+
+def encode_pairs(pairs: Iterable[tuple[int, int | bytes]]) -> bytes:
+    """A message of fields, which may be there more than once, behind its length."""
+    body = bytearray()
+    for field, value in pairs:
+        if isinstance(value, bytes):
+            body += _encoded(field << 3 | _BYTES) + _encoded(len(value)) + value
+        else:
+            body += _encoded(field << 3) + _encoded(value)
+    return _LENGTH.pack(len(body)) + bytes(body)
 
 
 def _cut(data: bytes, at: int, length: int) -> bytes:

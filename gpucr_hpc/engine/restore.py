@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule.capsule import Builder, Capsule
+from gpucr_hpc.capsule.capsule import Builder, Capsule, RestorePids
 from gpucr_hpc.capsule.processes import Process, highest_id
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
@@ -20,7 +20,8 @@ from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import RestoreFailed
 from gpucr_hpc.proc import clean_env
 
-_PID_DISTANCE = 64  # init, holder and CRIU's own processes take pids above those that come back
+_PID_DISTANCE = 64  # CRIU's own processes take pids above those that come back
+_CRIU_RESERVED = 300  # its helpers have numbers above (criu/pstree.c, RESERVED_PIDS)
 
 
 def describe_host(info: criu.CriuInfo) -> dict[str, Any]:
@@ -70,9 +71,18 @@ def tree_meta(capsule: Capsule, processes: list[Process]) -> dict[str, Any]:
     }
 
 
-def restore_above(meta: dict[str, Any]) -> int:
-    """Number that new pids must exceed so that none takes one of the image's."""
-    return int(meta["tree"]["max_pid"]) + _PID_DISTANCE
+def pids(meta: dict[str, Any]) -> RestorePids:
+    """Numbers for a restore. The new holder takes over that of the dumped one, which comes back with another
+    (engine/renumber.py), unless CRIU might give it to a helper process: only sets of earlier versions have such."""
+    root, highest = int(meta["tree"]["root"]), int(meta["tree"]["max_pid"])
+    if root > _CRIU_RESERVED:
+        return RestorePids(0, root, highest + _PID_DISTANCE)
+    return RestorePids(root, highest + 1, highest + _PID_DISTANCE)
+
+
+def in_image(meta: dict[str, Any]) -> list[int]:
+    """The worker's `holder`: the number in the image, and the one that it comes back with."""
+    return [int(meta["tree"]["root"]), pids(meta).old_holder]
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ async def restore(
                 env["GPUCR_HOOK_SOCKET"] = str(await stack.enter_async_context(hook))
                 argv += ["--action-script", criu.HOOK_PROGRAM]
             capsule = await builder.restore(
-                argv, env, old_root=meta["tree"]["root"], shepherd=meta["tree"]["shepherd"], log=log
+                argv, env, old_root=pids(meta).old_holder, shepherd=meta["tree"]["shepherd"], log=log
             )
     except RestoreFailed as error:
         if refill.failure is not None:

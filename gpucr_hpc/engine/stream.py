@@ -22,6 +22,7 @@ from pathlib import Path
 
 from gpucr_hpc.engine import bypass, pagemap
 from gpucr_hpc.engine.fillplan import Part
+from gpucr_hpc.engine.renumber import Renumbered
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -259,20 +260,26 @@ class Serve(_Connection):
     """Gives an image to a restore. A name may be asked for again; an unknown one does not exist."""
 
     def __init__(
-        self, listener: socket.socket, reader: ImageReader, patches: pagemap.Patches, parts: Sequence[Part] = ()
+        self,
+        listener: socket.socket,
+        reader: ImageReader,
+        patches: pagemap.Patches,
+        parts: Sequence[Part] = (),
+        renumbered: Renumbered | None = None,
     ) -> None:
-        """parts: memory that somebody else restores."""
+        """parts: memory that somebody else restores. renumbered: the holder under another number."""
         super().__init__(listener)
         self._reader, self._patches = reader, patches
-        self._names = set(reader.names())
-        self._replaced = {part.pagemap_name: part.pagemap for part in parts}
+        changed = renumbered or Renumbered({}, {})
+        self._names = {name: name for name in reader.names()} | changed.names
+        self._replaced = {part.pagemap_name: part.pagemap for part in parts} | changed.tree
         self._left_out = {part.pages: part.left_out for part in parts}
 
     def _request(self, sock: socket.socket, name: str) -> None:
-        exists = name in self._names
-        sock.sendall(struct.pack("<I", 2) + bytes([0x08, exists]))
-        if exists:
-            self._start_pump(name, _receive_descriptor(sock))
+        stored = self._names.get(name)
+        sock.sendall(struct.pack("<I", 2) + bytes([0x08, stored is not None]))
+        if stored is not None:
+            self._start_pump(stored, _receive_descriptor(sock))
 
     def _pump(self, name: str, fd: int) -> None:
         with contextlib.suppress(BrokenPipeError):  # CRIU may stop reading; it decides whether that is an error

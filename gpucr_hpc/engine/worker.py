@@ -25,6 +25,7 @@ from typing import Any
 
 from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, stream
 from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
+from gpucr_hpc.engine.renumber import renumber
 from gpucr_hpc.errors import (
     CheckpointMissing,
     GpucrError,
@@ -245,8 +246,11 @@ class Worker:
             self._staging.abort()
         self._staging = self._writer = self._capture = self._memory = None
 
-    def do_serve(self, job: str, checkpoint: str, entry: dict[str, Any], key: str) -> None:
-        """Open an image and check what can be checked without reading it whole; CRIU may connect from now on."""
+    def do_serve(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, holder: list[int]) -> None:
+        """Open an image and check what can be checked without reading it whole; CRIU may connect from now on.
+
+        holder: its number in the image, and the one that it comes back with.
+        """
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
         assert self._reader is not None
@@ -256,7 +260,8 @@ class Worker:
         if pagemap.PATCHES_STREAM in self._reader.names():
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
         self._parts = fillplan.make(self._reader, patches)
-        self._serve = stream.Serve(self._listener, self._reader, patches, self._parts)
+        renumbered = renumber(self._reader, *holder)
+        self._serve = stream.Serve(self._listener, self._reader, patches, self._parts, renumbered)
         self._serve.start()
 
     def do_to_fill(self) -> list[int]:

@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from gpucr_hpc import wire
 from gpucr_hpc.agent import shepherd
 from gpucr_hpc.agent.participant import available_memory
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, build, namespace_processes, network
-from gpucr_hpc.capsule.capsule import Builder, Identity, discard
+from gpucr_hpc.capsule.capsule import Builder, Identity, RestorePids, discard
 from gpucr_hpc.config import EngineConfig, NetworkConfig
 from gpucr_hpc.engine import criu, stream
 from gpucr_hpc.engine import restore as engine
@@ -133,7 +133,7 @@ class Tree:
         self.capsule: Capsule | None = None
         self.meta: dict[str, Any] = {}
 
-    async def build(self, restore_above: int | None = None) -> Builder:
+    async def build(self, pids: RestorePids | None = None) -> Builder:
         self.run_dir.make(UID, UID)
         builder = await build(
             JOB,
@@ -142,7 +142,7 @@ class Tree:
             geometry=self.geometry,
             node_rank=0,
             config=NETWORK,
-            restore_above=restore_above,
+            pids=pids,
         )
         self.capsule = builder.capsule
         return builder
@@ -227,13 +227,14 @@ async def raw_dump(tree: Tree, images: Path) -> Run:
 async def raw_restore(tree: Tree, images: Path) -> float:
     """criu restore from a directory, from the order to the running tree."""
     await tree.end()
-    builder = await tree.build(engine.restore_above(tree.meta))
+    root = tree.meta["tree"]["root"]  # in CRIU's files as they are
+    builder = await tree.build(replace(engine.pids(tree.meta), holder=0, old_holder=root))
     argv = [arg for arg in criu.restore_argv(ENGINE, images, tree.run_dir.work) if arg != "--stream"]
     start = time.monotonic()
     tree.capsule = await builder.restore(
         argv,
         clean_env(),
-        old_root=tree.meta["tree"]["root"],
+        old_root=root,
         shepherd=tree.meta["tree"]["shepherd"],
         log=tree.run_dir.work / "restore.log",
     )
@@ -347,7 +348,7 @@ class Ours:
 
     async def restore(self, tree: Tree, manifest: Manifest, run: Run) -> None:
         await tree.end()
-        builder = await tree.build(engine.restore_above(tree.meta))
+        builder = await tree.build(engine.pids(tree.meta))
         worker = WorkerClient(str(self.root), 0, 0)
         await worker.start(tree.run_dir.images, stream.SERVE_SOCKET)
         start = time.monotonic()
@@ -357,6 +358,7 @@ class Ours:
             checkpoint=manifest.checkpoint,
             entry=manifest.image(0).as_dict(),
             key=self._key(manifest),
+            holder=engine.in_image(tree.meta),
         )
         restored = await engine.restore(builder, tree.run_dir, worker, tree.meta, ENGINE)
         tree.capsule = restored.capsule

@@ -362,6 +362,50 @@ WHOLE["kernel-objects"] = (
     """,
 )
 
+# Orphans have the same parent afterwards: one in the session of a living leader, one with a session of its own, one
+# whose leader is gone. Each notes its parent where the first process sees it.
+WHOLE["orphans"] = (
+    "c",
+    _C
+    + r"""
+static void orphan(volatile int *mine, int own)
+{
+    int parent = getpid();
+
+    if (fork()) return;
+    while (getppid() == parent) pause_ms(1);
+    if (own) MUST(setsid() > 0);
+    mine[1] = getppid();
+    mine[0] = getppid();
+    for (;;) { mine[1] = getppid(); pause_ms(20); }
+}
+int main(void)
+{
+    volatile int *seen = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+
+    MUST(seen != MAP_FAILED);
+    for (int kind = 0; kind < 3; kind++) {
+        pid_t leader = fork();
+        if (!leader) {
+            MUST(setsid() > 0);
+            if (kind) { orphan(seen + 2 * kind, kind == 1); _exit(0); }
+            pid_t middle = fork();
+            if (!middle) { orphan(seen, 0); _exit(0); }
+            MUST(waitpid(middle, NULL, 0) == middle);
+            for (;;) pause();
+        }
+        if (kind) MUST(waitpid(leader, NULL, 0) == leader);
+    }
+    for (int kind = 0; kind < 3; kind++) while (!seen[2 * kind]) pause_ms(5);
+    ready();
+    wait_file("go");
+    pause_ms(500);
+    for (int kind = 0; kind < 3; kind++) MUST(seen[2 * kind] == seen[2 * kind + 1]);
+    printf("ok\n");
+}
+""",
+)
+
 # What cannot be saved: program and reason. Each lets go when the file `gone` is there.
 REFUSED: dict[str, tuple[str, str, str]] = {}
 

@@ -77,11 +77,12 @@ class Tree(bench.Tree):
 async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Trouble | None = None) -> dict[str, Any]:
     """One restore; what came of it."""
     await tree.end()
-    builder = await tree.build(engine.restore_above(tree.meta))
+    builder = await tree.build(engine.pids(tree.meta))
     beats = {path.name: path.read_text() for path in PLACE.glob("*.alive")}
     worker = WorkerClient(str(ours.root), 0, 0)
     await worker.start(tree.run_dir.images, stream.SERVE_SOCKET)
     place = {"job": bench.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
+    place["holder"] = engine.in_image(tree.meta)
     await worker.call("serve", entry=manifest.image(0).as_dict(), **place)
     said: dict[str, Any] = {"to_fill": len(await worker.call("to_fill"))}
     kept = refill.Refill._fill

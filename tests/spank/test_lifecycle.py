@@ -242,30 +242,32 @@ def test_hook_asks_and_obeys(lab: Lab) -> None:
     assert 1 == hook.wait(LIMIT_S)
 
 
-def test_restore_takes_the_tree_over(lab: Lab) -> None:
-    """A pretended CRIU that leaves an orphaned tree behind: holder joins its namespaces and gets its children."""
-    ready = lab.capsule(mode="restore", last_pid=5000)
-    assert (Type.READY, 5001) == (ready.type, ready.int("ROOT"))
+@pytest.mark.parametrize(("more", "root", "first"), [((), 5001, 5002), (("--holder-pid", "7"), 7, 5001)])
+def test_restore_takes_the_tree_over(lab: Lab, more: tuple[str, ...], root: int, first: int) -> None:
+    """A pretended CRIU that leaves an orphaned tree behind: holder joins its namespaces and gets its children. Its own
+    number is chosen, all others are above the last of the image."""
+    ready = lab.capsule(*more, mode="restore", last_pid=5000)
+    assert (Type.READY, root) == (ready.type, ready.int("ROOT"))
     assert lab.control
     script = (
         "unshare --uts --ipc sh -c 'hostname restored; echo $$ > /tmp/old;"
         f" setpriv --reuid {USER} --regid {USER} --clear-groups sleep 71 & sleep 72' </dev/null >/dev/null 2>&1 &"
         " while [ ! -s /tmp/old ]; do sleep 0.01; done; echo fine; id -ru; id -u"
     )
-    # pids are known beforehand: sh 5002, then unshare/sh 5003
+    # pids are known beforehand: sh, then unshare/sh
     lab.control.send(
         make(
             Type.RESTORE,
             ("ARG", ["sh", "-pc", script]),
             ("ENV", ["PATH=/usr/bin:/bin:/usr/sbin:/sbin"]),
-            OLD=5003,
+            OLD=first + 1,
             SHEPHERD=0,
         )
     )
     result = lab.control.expect(Type.RESULT)
     assert (0, ["fine", str(USER), "0"]) == (result.int("STATUS"), result.get("MSG").split())
     adopted = lab.control.receive()
-    assert (Type.ADOPTED, 5001) == (adopted.type, adopted.int("ROOT")), adopted
+    assert (Type.ADOPTED, root) == (adopted.type, adopted.int("ROOT")), adopted
     found = lab.processes()
     holder = found["gpucr-holder"]
     assert [str(USER)] * 4 == status_of(holder)["Uid"].split()
