@@ -27,7 +27,10 @@ _EXPLANATIONS: tuple[tuple[str, str], ...] = (
     ("External socket is used", "a process is connected to a Unix socket of a service outside the job"),
     ("half of stream unix", "a process is connected to a Unix socket of a service outside the job"),  # sk-unix.c
     ("Unix socket", "a process holds a Unix socket whose other end is outside the job"),
-    ("In-flight connection", "a connection was just being made; try again"),  # sk-inet.c
+    ("In-flight connection", "a connection was just being made, or waits for a server to accept it; try again"),
+    ("in-flight socket", "a connection waits for a server to accept it, with data or closed again; try again"),
+    ("corked dgram", "a UDP socket holds a datagram back (UDP_CORK, MSG_MORE)"),  # sk-inet.c
+    ("pending SIGTRAP", "a process blocks a SIGTRAP that is meant for it"),  # cr-dump.c
     ("increase limit", "an open deleted file is larger than engine.ghost_limit_bytes"),  # files-reg.c
     ("has bad size", "a file or library was changed after the checkpoint"),  # files-reg.c
     ("has bad mode", "the permissions of a file were changed after the checkpoint"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
@@ -27,6 +28,7 @@ _REFUSED_ANONYMOUS = {
     "anon_inode:[secretmem]": "secret memory",
 }
 _PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
+_NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/dev/zero")
 _NVIDIA = "/dev/nvidia"
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
@@ -69,24 +71,36 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
     if root is None:
         return [Finding(root_nspid, "holder", "is gone")]
     reference = {kind: namespace_of(root.pid, kind) for kind in _NESTED}
+    mounts = _mounts(processes[1:])
     for process in processes[1:]:
         if process.state != "Z":
-            findings += [Finding(process.nspid, process.name, what) for what in _objects(process, reference, gpus)]
+            found = _objects(process, reference, mounts, gpus)
+            findings += [Finding(process.nspid, process.name, what) for what in found]
     return findings
 
 
-def _objects(process: Process, reference: dict[str, str | None], gpus: bool) -> Iterator[str]:
+def _mounts(processes: list[Process]) -> set[str]:
+    """Ids of all mounts that a process sees: what CRIU finds the files of descriptors by."""
+    namespaces = {namespace_of(process.pid, "mnt"): process.pid for process in reversed(processes)}
+    seen: set[str] = set()
+    for pid in namespaces.values():
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/mountinfo", errors="replace") as file:
+            seen.update(line.split(" ", 1)[0] for line in file)
+    return seen
+
+
+def _objects(process: Process, reference: dict[str, str | None], mounts: set[str], gpus: bool) -> Iterator[str]:
     if process.tracer:
         yield f"is traced by pid {process.tracer} (debugger, strace or profiler): detach it"
     for kind in _NESTED:
         own = namespace_of(process.pid, kind)
         if own is not None and own != reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
-    yield from _descriptors(process.pid, gpus)
+    yield from _descriptors(process.pid, mounts, gpus)
     yield from _mappings(process.pid, gpus)
 
 
-def _descriptors(pid: int, gpus: bool) -> Iterator[str]:
+def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
     directory = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(directory)
@@ -110,6 +124,22 @@ def _descriptors(pid: int, gpus: bool) -> Iterator[str]:
                 yield f"descriptor {number} is the device {target}{reason}"
         elif stat.S_ISBLK(status.st_mode):
             yield f"descriptor {number} is the block device {target}"
+        elif _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *mounts):
+            yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
+
+
+def _named(target: str, mode: int) -> bool:
+    """A file or directory with a path, also a former one; memory and what the kernel makes up has a name at most."""
+    kind = stat.S_IFMT(mode) in (stat.S_IFREG, stat.S_IFDIR)
+    return kind and target.startswith("/") and not target.startswith(_NO_PATHS)
+
+
+def _mount_of(pid: int, number: str) -> str | None:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{number}") as file:
+        for line in file:
+            if line.startswith("mnt_id:"):
+                return line.split()[1]
+    return None
 
 
 def _device(rdev: int) -> str | None:

@@ -44,10 +44,25 @@ for name in ("/dev/kmsg", "/dev/fuse", "/dev/net/tun", "/dev/vsock"):
 else:
     sys.exit(7)
 """
+_MQUEUE = """
+fd = libc.mq_open(b"/gpucr-test-%d" % os.getpid(), os.O_RDWR | os.O_CREAT, 0o600, None)
+libc.mq_unlink(b"/gpucr-test-%d" % os.getpid())
+sys.exit(7) if fd < 0 else None
+"""
+_UNMOUNTED = """
+import subprocess, tempfile
+place = tempfile.mkdtemp()
+if libc.unshare(0x20000) or os.system(f"mount --make-rprivate / && mount -t tmpfs none {place}"):
+    sys.exit(7)
+kept = open(f"{place}/file", "w")
+os.system(f"umount -l {place}")
+os.rmdir(place)
+"""
 _PLAIN = """
 import mmap, socket, tempfile
 kept = [open("/dev/null"), open("/dev/urandom", "rb"), open("/dev/zero", "rb"), os.pipe(), socket.socketpair()]
 kept += [tempfile.TemporaryFile(), os.memfd_create("m"), mmap.mmap(-1, 8192), os.eventfd(0), os.pidfd_open(os.getpid())]
+kept += [open("/proc/self/maps"), open("/sys/kernel/mm/transparent_hugepage/enabled"), os.open("/", os.O_RDONLY)]
 kept += [os.openpty()]
 """
 
@@ -90,7 +105,14 @@ def test_ordinary_process_is_welcome(child):
 
 
 @pytest.mark.parametrize(
-    ("code", "word"), [(_IO_URING, "io_uring"), (_USERFAULTFD, "userfaultfd"), (_DEVICE, "is the device /dev/")]
+    ("code", "word"),
+    [
+        (_IO_URING, "io_uring"),
+        (_USERFAULTFD, "userfaultfd"),
+        (_DEVICE, "is the device /dev/"),
+        (_MQUEUE, "is a POSIX message queue"),
+        (_UNMOUNTED, "of a file system that is not mounted"),
+    ],
 )
 def test_object_without_a_way_back_is_named(child, code, word):
     """Process, descriptor and kind are in the sentence."""
