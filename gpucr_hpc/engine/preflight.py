@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
+from gpucr_hpc.engine import sockets
 
 # Character devices that CRIU saves: null, zero, full, random, urandom, kmsg is not among them (mem(4)).
 _SAVED_MEMORY_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
@@ -106,6 +107,7 @@ def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
         numbers = os.listdir(directory)
     except OSError:
         return
+    held = []
     for number in numbers:
         path = f"{directory}/{number}"
         try:
@@ -114,7 +116,9 @@ def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
             continue
         if gpus and target.startswith(_NVIDIA):
             continue
-        if target in _REFUSED_ANONYMOUS:
+        if stat.S_ISSOCK(status.st_mode):
+            held.append(number)
+        elif target in _REFUSED_ANONYMOUS:
             yield f"descriptor {number} is an {_REFUSED_ANONYMOUS[target]}".replace("an p", "a p")
         elif "/infiniband/" in target:
             yield f"descriptor {number} is the RDMA device {target}, whose state is in it: have the job use TCP"
@@ -126,6 +130,8 @@ def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
             yield f"descriptor {number} is the block device {target}"
         elif _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *mounts):
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
+    for number, what in sockets.unsaved(pid, held) if held else ():
+        yield f"descriptor {number} is {what}, which cannot be saved"
 
 
 def _named(target: str, mode: int) -> bool:

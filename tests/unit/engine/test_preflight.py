@@ -58,10 +58,18 @@ kept = open(f"{place}/file", "w")
 os.system(f"umount -l {place}")
 os.rmdir(place)
 """
+_SOCKET = """
+import socket
+try:
+    kept = socket.socket({family}, socket.SOCK_STREAM, {protocol})
+except OSError:
+    sys.exit(7)
+"""
 _PLAIN = """
 import mmap, socket, tempfile
 kept = [open("/dev/null"), open("/dev/urandom", "rb"), open("/dev/zero", "rb"), os.pipe(), socket.socketpair()]
 kept += [tempfile.TemporaryFile(), os.memfd_create("m"), mmap.mmap(-1, 8192), os.eventfd(0), os.pidfd_open(os.getpid())]
+kept += [socket.socket(*of) for of in ((2, 1), (2, 2), (10, 1), (10, 2), (1, 2), (1, 5), (16, 3, 0))]
 kept += [open("/proc/self/maps"), open("/sys/kernel/mm/transparent_hugepage/enabled"), os.open("/", os.O_RDONLY)]
 kept += [os.openpty()]
 """
@@ -112,6 +120,9 @@ def test_ordinary_process_is_welcome(child):
         (_DEVICE, "is the device /dev/"),
         (_MQUEUE, "is a POSIX message queue"),
         (_UNMOUNTED, "of a file system that is not mounted"),
+        (_SOCKET.format(family="socket.AF_VSOCK", protocol=0), "a socket of the family AF_VSOCK, which"),
+        (_SOCKET.format(family="socket.AF_INET6", protocol=262), "an MPTCP socket (in Go programs GODEBUG="),
+        (_SOCKET.format(family="socket.AF_INET", protocol=132), "an SCTP socket, which cannot be saved"),
     ],
 )
 def test_object_without_a_way_back_is_named(child, code, word):
