@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import stat
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
 from gpucr_hpc.engine import sockets
@@ -31,6 +33,7 @@ _REFUSED_ANONYMOUS = {
 _PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
 _NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/dev/zero")
 _NVIDIA = "/dev/nvidia"
+_MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
 
@@ -71,13 +74,41 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
     root = next((p for p in processes if p.nspid == root_nspid), None)
     if root is None:
         return [Finding(root_nspid, "holder", "is gone")]
-    reference = {kind: namespace_of(root.pid, kind) for kind in _NESTED}
-    mounts = _mounts(processes[1:])
+    tree = _Tree({kind: namespace_of(root.pid, kind) for kind in _NESTED}, _mounts(processes[1:]), gpus)
     for process in processes[1:]:
         if process.state != "Z":
-            found = _objects(process, reference, mounts, gpus)
-            findings += [Finding(process.nspid, process.name, what) for what in found]
+            findings += [Finding(process.nspid, process.name, what) for what in _objects(process, tree)]
+    findings += [Finding(root_nspid, "job", what) for what in _of_all(tree, root.pid)]
     return findings
+
+
+@dataclass(frozen=True)
+class _Tree:
+    """What holds for all processes. reference: namespaces of the holder; mounts: ids; pipes: seen so far, each once."""
+
+    reference: dict[str, str | None]
+    mounts: set[str]
+    gpus: bool
+    pipes: set[str] = field(default_factory=set)
+
+
+def _of_all(tree: _Tree, root: int) -> Iterator[str]:
+    if len(tree.pipes) > _MOST_PIPES:
+        yield f"has {len(tree.pipes)} pipes, and CRIU saves {_MOST_PIPES}"
+    groups = _multicast_groups(root)
+    if groups:
+        yield f"receives multicast of {', '.join(groups)}: memberships are not saved"
+
+
+def _multicast_groups(pid: int) -> list[str]:
+    """IPv4 groups that sockets in a network namespace have joined: /proc/net/igmp, as hexadecimal of this machine."""
+    try:
+        with open(f"/proc/{pid}/net/igmp") as file:
+            words = {line.split()[0] for line in file if line.startswith("\t")}
+    except OSError:
+        return []
+    groups = {socket.inet_ntoa(int(word, 16).to_bytes(4, sys.byteorder)) for word in words}
+    return sorted(groups - {"224.0.0.1"})  # all hosts: the kernel is in it
 
 
 def _mounts(processes: list[Process]) -> set[str]:
@@ -90,18 +121,18 @@ def _mounts(processes: list[Process]) -> set[str]:
     return seen
 
 
-def _objects(process: Process, reference: dict[str, str | None], mounts: set[str], gpus: bool) -> Iterator[str]:
+def _objects(process: Process, tree: _Tree) -> Iterator[str]:
     if process.tracer:
         yield f"is traced by pid {process.tracer} (debugger, strace or profiler): detach it"
     for kind in _NESTED:
         own = namespace_of(process.pid, kind)
-        if own is not None and own != reference[kind]:
+        if own is not None and own != tree.reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
-    yield from _descriptors(process.pid, mounts, gpus)
-    yield from _mappings(process.pid, gpus)
+    yield from _descriptors(process.pid, tree)
+    yield from _mappings(process.pid, tree.gpus)
 
 
-def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
+def _descriptors(pid: int, tree: _Tree) -> Iterator[str]:
     directory = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(directory)
@@ -112,9 +143,11 @@ def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
         path = f"{directory}/{number}"
         try:
             target, status = os.readlink(path), os.stat(path)
+            if target.startswith("pipe:") and os.lstat(path).st_mode & stat.S_IRUSR:  # of the end: it can be read
+                tree.pipes.add(target)
         except OSError:
             continue
-        if gpus and target.startswith(_NVIDIA):
+        if tree.gpus and target.startswith(_NVIDIA):
             continue
         if stat.S_ISSOCK(status.st_mode):
             held.append(number)
@@ -128,7 +161,7 @@ def _descriptors(pid: int, mounts: set[str], gpus: bool) -> Iterator[str]:
                 yield f"descriptor {number} is the device {target}{reason}"
         elif stat.S_ISBLK(status.st_mode):
             yield f"descriptor {number} is the block device {target}"
-        elif _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *mounts):
+        elif _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *tree.mounts):
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
     for number, what in sockets.unsaved(pid, held) if held else ():
         yield f"descriptor {number} is {what}, which cannot be saved"

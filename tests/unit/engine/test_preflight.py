@@ -97,6 +97,14 @@ def child() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
         made.stdout.close()
 
 
+def whole(pid: int) -> list[str]:
+    """preflight's word on a job of one child, which is the holder, too."""
+    init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
+    holder = read_process(pid)
+    assert holder is not None
+    return [f.what for f in preflight.check([init, holder], holder.nspid) if f.name == "job"]
+
+
 def findings(pid: int) -> list[str]:
     """preflight's word on a child of ours: we are the holder, and its init is made up."""
     init = Process(pid=-1, nspid=1, ppid=0, name="gpucr-init", state="S", uid=0, tracer=0, threads=1)
@@ -131,6 +139,33 @@ def test_object_without_a_way_back_is_named(child, code, word):
     found = findings(made.pid)
     assert any(word in line for line in found), found
     assert all(f"(pid {made.pid})" in line for line in found)
+
+
+_PIPES = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (4000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = [os.pipe() for _ in range({number})]
+"""
+_MULTICAST = """
+import socket
+libc.unshare(0x40000000) and sys.exit(7)
+os.system("ip link set lo up") and sys.exit(7)
+kept = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+membership = socket.inet_aton("239.1.2.3") + socket.inet_aton("127.0.0.1")
+kept.setsockopt(socket.IPPROTO_IP, socket.IP_ADD_MEMBERSHIP, membership)
+"""
+
+
+@pytest.mark.parametrize(("number", "refused"), [(1024, False), (1025, True)])
+def test_more_pipes_than_criu_saves(child, number, refused):
+    """Both ends of a pipe are one; the limit is the whole job's."""
+    found = whole(child(_PIPES.format(number=number)).pid)
+    assert refused == (f"has {number} pipes, and CRIU saves 1024" in " ".join(found))
+
+
+def test_multicast_group_is_named(child):
+    made = child(_MULTICAST)
+    assert ["receives multicast of 239.1.2.3: memberships are not saved"] == whole(made.pid)
 
 
 def test_rdma_device_is_named(child, tmp_path):
