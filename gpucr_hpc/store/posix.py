@@ -6,23 +6,20 @@
     <root>/<job>/record-<name>           a record of the job
 
 Works as any user and changes no owner: parallel file systems squash root, so the process runs as the account
-that owns the root. Below the root no symbolic link is followed, and each step goes through the descriptor of
-the directory above, so that a directory exchanged meanwhile leads nowhere. One rename publishes.
+that owns the root. Each step goes through the descriptor of the directory above (store.files), so that a directory
+exchanged meanwhile leads nowhere. One rename publishes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import io
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 from gpucr_hpc.errors import CheckpointMissing, ObjectMissing, StoreError, UsageError, store_error
 from gpucr_hpc.model import (
@@ -34,6 +31,20 @@ from gpucr_hpc.model import (
     is_checkpoint_id,
 )
 from gpucr_hpc.store.base import MANIFEST_NAME, MAX_RECORD_BYTES, Listing, Orphan, Orphans
+from gpucr_hpc.store.files import (
+    NEW_FILE,
+    TEMPORARY,
+    StoreFile,
+    add_file,
+    errors_at,
+    exists,
+    last_change,
+    open_directory,
+    open_file,
+    read_all,
+    remove_tree,
+    replace_file,
+)
 from gpucr_hpc.store.quota import left_bytes
 
 T = TypeVar("T")
@@ -41,39 +52,8 @@ T = TypeVar("T")
 _PARTIAL = ".partial"
 _TRASH = ".trash-"
 _RECORD = "record-"
-_TEMPORARY = ".tmp-"
 _TRIES = 5
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: a FIFO put there by somebody else must not stop the reader.
-_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _MAX_MANIFEST_BYTES = 64 << 20
-
-
-class StoreFile(io.FileIO):
-    """An unbuffered file whose errors are the store's; write takes everything or raises."""
-
-    def __init__(self, fd: int, mode: str, path: str) -> None:
-        super().__init__(fd, mode)
-        self.path = path
-
-    def write(self, data: Any) -> int:
-        """Write all of `data`. Raises StoreFull, StoreError."""
-        left = memoryview(data).cast("B")
-        total = len(left)
-        try:
-            while left:
-                left = left[os.write(self.fileno(), left) :]
-        except OSError as error:
-            raise store_error(self.path, error) from None
-        return total
-
-    def close(self) -> None:
-        """Close; on some file systems a full disk shows only here."""
-        try:
-            super().close()
-        except OSError as error:
-            raise store_error(self.path, error) from None
 
 
 class PosixStore:
@@ -101,7 +81,7 @@ class PosixStore:
         path = self._path(job, checkpoint)
 
         def make(fd: int) -> None:
-            if _exists(checkpoint, fd):
+            if exists(checkpoint, fd):
                 raise StoreError(path=path, reason="this checkpoint is there already")
             os.mkdir(checkpoint + _PARTIAL, 0o700, dir_fd=fd)
 
@@ -113,7 +93,7 @@ class PosixStore:
         check_job_id(job)
         check_checkpoint_id(checkpoint)
         try:
-            with self._job(job) as fd, _directory(checkpoint + _PARTIAL, fd, self._path(job, checkpoint)):
+            with self._job(job) as fd, open_directory(checkpoint + _PARTIAL, fd, self._path(job, checkpoint)):
                 return PosixStaging(self, job, checkpoint)
         except ObjectMissing:
             raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
@@ -125,10 +105,10 @@ class PosixStore:
         trash = f"{checkpoint}{_TRASH}{secrets.token_hex(4)}"
         path = self._path(job, checkpoint)
         try:
-            with self._job(job) as fd, _errors(path):
+            with self._job(job) as fd, errors_at(path):
                 os.rename(checkpoint, trash, src_dir_fd=fd, dst_dir_fd=fd)
                 os.fsync(fd)
-                _remove_tree(trash, fd)
+                remove_tree(trash, fd)
         except ObjectMissing:
             raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
         self._remove_empty(job)
@@ -139,9 +119,9 @@ class PosixStore:
         """See Store.list."""
         found: Listing = []
         for each in self._jobs() if job is None else (check_job_id(job),):
-            with contextlib.suppress(ObjectMissing), self._job(each) as fd, _errors(self._path(each)):
+            with contextlib.suppress(ObjectMissing), self._job(each) as fd, errors_at(self._path(each)):
                 names = filter(is_checkpoint_id, os.listdir(fd))
-                found += [(each, name) for name in names if _exists(f"{name}/{MANIFEST_NAME}", fd)]
+                found += [(each, name) for name in names if exists(f"{name}/{MANIFEST_NAME}", fd)]
         return sorted(found, key=lambda pair: (pair[1], int(pair[0])))
 
     def open(self, job: JobId, checkpoint: CheckpointId, name: str) -> BinaryIO:
@@ -150,14 +130,14 @@ class PosixStore:
         check_checkpoint_id(checkpoint)
         check_object_name(name)
         path = self._path(job, checkpoint)
-        with self._job(job) as fd, _directory(checkpoint, fd, path) as directory:
-            return _open_file(name, directory, f"{path}/{name}")
+        with self._job(job) as fd, open_directory(checkpoint, fd, path) as directory:
+            return open_file(name, directory, f"{path}/{name}")
 
     def read_manifest(self, job: JobId, checkpoint: CheckpointId) -> bytes:
         """See Store.read_manifest."""
         try:
             with self.open(job, checkpoint, MANIFEST_NAME) as file:
-                return _read_all(file, _MAX_MANIFEST_BYTES, self._path(job, checkpoint, MANIFEST_NAME))
+                return read_all(file, _MAX_MANIFEST_BYTES, self._path(job, checkpoint, MANIFEST_NAME))
         except ObjectMissing:
             raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
 
@@ -166,12 +146,13 @@ class PosixStore:
         path = self._path(job, checkpoint, MANIFEST_NAME)
         if self.read_manifest(job, checkpoint) != old:
             raise StoreError(path=path, reason="was changed by somebody else meanwhile")
-        with self._job(job) as fd, _directory(checkpoint, fd, self._path(job, checkpoint)) as directory, _errors(path):
-            _replace_file(MANIFEST_NAME, new, directory, path)
+        place = self._path(job, checkpoint)
+        with self._job(job) as fd, open_directory(checkpoint, fd, place) as directory, errors_at(path):
+            replace_file(MANIFEST_NAME, new, directory, path)
 
     def free_bytes(self) -> int:
         """See Store.free_bytes."""
-        with _errors(self.location):
+        with errors_at(self.location):
             status = os.statvfs(self._root)
         free, quota = status.f_bavail * status.f_frsize, left_bytes(str(self._root))
         return free if quota is None else min(free, quota)
@@ -183,11 +164,11 @@ class PosixStore:
         now, found = time.time(), []
         for job in self._jobs():
             # A directory that is not ours in the store must not keep others from their checkpoints.
-            with contextlib.suppress(ObjectMissing, StoreError), self._job(job) as fd, _errors(self._path(job)):
+            with contextlib.suppress(ObjectMissing, StoreError), self._job(job) as fd, errors_at(self._path(job)):
                 for name in sorted(os.listdir(fd)):
                     if _is_orphan_name(name):
                         with contextlib.suppress(FileNotFoundError):
-                            age_s = now - _last_change(name, fd)
+                            age_s = now - last_change(name, fd)
                             if age_s >= older_than_s:
                                 found.append(Orphan(job, name, age_s))
         return found
@@ -198,19 +179,19 @@ class PosixStore:
         if not _is_orphan_name(orphan.name):
             raise UsageError(reason=f"{orphan.name!r} is not an orphan's name")
         with contextlib.suppress(ObjectMissing):
-            with self._job(orphan.job) as fd, _errors(self._path(orphan.job, orphan.name)):
-                _remove_tree(orphan.name, fd)
+            with self._job(orphan.job) as fd, errors_at(self._path(orphan.job, orphan.name)):
+                remove_tree(orphan.name, fd)
             self._remove_empty(orphan.job)
 
     # --- records ----------------------------------------------------------------------------------------
 
     def put_record(self, job: JobId, name: str, data: bytes) -> None:
         """See Store.put_record."""
-        self._write_record(job, name, data, _replace_file)
+        self._write_record(job, name, data, replace_file)
 
     def add_record(self, job: JobId, name: str, data: bytes) -> bool:
         """See Store.add_record. Without hard links it is there a moment before its content is."""
-        return self._write_record(job, name, data, _add_file)
+        return self._write_record(job, name, data, add_file)
 
     def _write_record(self, job: JobId, name: str, data: bytes, write: Callable[[str, bytes, int, str], T]) -> T:
         check_job_id(job)
@@ -226,8 +207,8 @@ class PosixStore:
         final = _RECORD + check_object_name(name)
         path = self._path(job, final)
         try:
-            with self._job(job) as fd, _open_file(final, fd, path) as file:
-                return _read_all(file, MAX_RECORD_BYTES, path)
+            with self._job(job) as fd, open_file(final, fd, path) as file:
+                return read_all(file, MAX_RECORD_BYTES, path)
         except ObjectMissing:
             return None
 
@@ -236,7 +217,7 @@ class PosixStore:
         check_job_id(job)
         final = _RECORD + check_object_name(name)
         with contextlib.suppress(ObjectMissing):
-            with self._job(job) as fd, _errors(self._path(job, final)):
+            with self._job(job) as fd, errors_at(self._path(job, final)):
                 os.unlink(final, dir_fd=fd)
                 os.fsync(fd)
             self._remove_empty(job)
@@ -247,21 +228,21 @@ class PosixStore:
         return "/".join((str(self._root), *parts))
 
     def _jobs(self) -> Iterable[JobId]:
-        with _errors(self.location):
+        with errors_at(self.location):
             names = os.listdir(self._root)
         return sorted((name for name in names if name.isascii() and name.isdigit()), key=int)
 
     @contextmanager
     def _job(self, job: JobId, *, create: bool = False) -> Iterator[int]:
         """Descriptor of a job's directory. Raises ObjectMissing when it is not there and not to be made."""
-        with _errors(self.location):
+        with errors_at(self.location):
             root = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if create:
-                with _errors(self._path(job)), contextlib.suppress(FileExistsError):
+                with errors_at(self._path(job)), contextlib.suppress(FileExistsError):
                     os.mkdir(job, 0o700, dir_fd=root)
                     os.fsync(root)
-            with _directory(job, root, self._path(job)) as fd:
+            with open_directory(job, root, self._path(job)) as fd:
                 yield fd
         finally:
             os.close(root)
@@ -270,7 +251,7 @@ class PosixStore:
         """Do `work` in a job's directory, made if need be, even while another process removes it as empty."""
         for left in reversed(range(_TRIES)):
             try:
-                with self._job(job, create=True) as fd, _errors(path):
+                with self._job(job, create=True) as fd, errors_at(path):
                     return work(fd)
             except ObjectMissing:
                 if not left:
@@ -295,14 +276,14 @@ class PosixStaging:
         """See Staging.create."""
         check_object_name(name)
         path = f"{self._path}/{name}"
-        with self._here() as (_, fd), _errors(path):
-            return StoreFile(os.open(name, _NEW_FILE, 0o600, dir_fd=fd), "w", path)
+        with self._here() as (_, fd), errors_at(path):
+            return StoreFile(os.open(name, NEW_FILE, 0o600, dir_fd=fd), "w", path)
 
     def open(self, name: str) -> BinaryIO:
         """See Staging.open."""
         check_object_name(name)
         with self._here() as (_, fd):
-            return _open_file(name, fd, f"{self._path}/{name}")
+            return open_file(name, fd, f"{self._path}/{name}")
 
     def link(self, checkpoint: CheckpointId, name: str, new_name: str) -> None:
         """See Staging.link."""
@@ -310,21 +291,21 @@ class PosixStaging:
         check_object_name(name)
         check_object_name(new_name)
         path = self._store._path(self.job, checkpoint)
-        with self._here() as (job, fd), _directory(checkpoint, job, path) as source, _errors(f"{path}/{name}"):
+        with self._here() as (job, fd), open_directory(checkpoint, job, path) as source, errors_at(f"{path}/{name}"):
             os.link(name, new_name, src_dir_fd=source, dst_dir_fd=fd, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
         """See Staging.remove."""
         check_object_name(name)
-        with self._here() as (_, fd), _errors(f"{self._path}/{name}"):
+        with self._here() as (_, fd), errors_at(f"{self._path}/{name}"):
             os.unlink(name, dir_fd=fd)
 
     def publish(self, manifest: bytes) -> None:
         """See Staging.publish."""
-        with self._here() as (job, fd), _errors(self._path):
-            if _exists(self.checkpoint, job):
+        with self._here() as (job, fd), errors_at(self._path):
+            if exists(self.checkpoint, job):
                 raise StoreError(path=self._path, reason="this checkpoint is there already")
-            _replace_file(MANIFEST_NAME, manifest, fd, f"{self._path}/{MANIFEST_NAME}")
+            replace_file(MANIFEST_NAME, manifest, fd, f"{self._path}/{MANIFEST_NAME}")
             # rename would replace an empty directory; one with a manifest is refused (ENOTEMPTY).
             os.rename(self._name, self.checkpoint, src_dir_fd=job, dst_dir_fd=job)
             os.fsync(job)
@@ -332,138 +313,18 @@ class PosixStaging:
     def abort(self) -> None:
         """See Staging.abort."""
         with contextlib.suppress(ObjectMissing):
-            with self._store._job(self.job) as fd, _errors(self._path):
-                _remove_tree(self._name, fd)
+            with self._store._job(self.job) as fd, errors_at(self._path):
+                remove_tree(self._name, fd)
             self._store._remove_empty(self.job)
 
     @contextmanager
     def _here(self) -> Iterator[tuple[int, int]]:
-        with self._store._job(self.job) as job, _directory(self._name, job, self._path) as fd:
+        with self._store._job(self.job) as job, open_directory(self._name, job, self._path) as fd:
             yield job, fd
-
-
-# --- the file system --------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _errors(path: object) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError:
-        raise ObjectMissing(path=path) from None
-    except OSError as error:
-        raise store_error(path, error) from None
-
-
-@contextmanager
-def _directory(name: str, dir_fd: int, path: str) -> Iterator[int]:
-    with _errors(path):
-        fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _exists(name: str, dir_fd: int) -> bool:
-    try:
-        os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _open_file(name: str, dir_fd: int, path: str) -> StoreFile:
-    with _errors(path):
-        fd = os.open(name, _OLD_FILE, dir_fd=dir_fd)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise StoreError(path=path, reason="not a regular file")
-        return StoreFile(fd, "r", path)
-
-
-def _read_all(file: BinaryIO, limit: int, path: str) -> bytes:
-    with _errors(path):
-        size = os.fstat(file.fileno()).st_size
-        if size > limit:
-            raise StoreError(path=path, reason=f"has {size} bytes, more than {limit}")
-        return file.read()
-
-
-def _replace_file(name: str, data: bytes, dir_fd: int, path: str) -> None:
-    """Temporary name, fsync, rename, fsync of the directory; the temporary is removed on failure."""
-    temporary = f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
-    try:
-        _write_new(temporary, data, dir_fd, path)
-        os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=dir_fd)
-        raise
-    os.fsync(dir_fd)
-
-
-def _add_file(name: str, data: bytes, dir_fd: int, path: str) -> bool:
-    """As _replace_file, but what is there stays; whether the name was free."""
-    temporary = f"{name}{_TEMPORARY}{secrets.token_hex(4)}"
-    try:
-        _write_new(temporary, data, dir_fd, path)
-        try:
-            os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
-                raise
-            _write_new(name, data, dir_fd, path)
-    except FileExistsError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary, dir_fd=dir_fd)
-    os.fsync(dir_fd)
-    return True
-
-
-def _write_new(name: str, data: bytes, dir_fd: int, path: str) -> None:
-    with StoreFile(os.open(name, _NEW_FILE, 0o600, dir_fd=dir_fd), "w", path) as file:
-        file.write(data)
-        os.fsync(file.fileno())
 
 
 def _is_orphan_name(name: str) -> bool:
     stem, dot, suffix = name.partition(".")
     if is_checkpoint_id(stem):
         return dot + suffix == _PARTIAL or (dot + suffix).startswith(_TRASH)
-    return name.startswith(_RECORD) and _TEMPORARY in name
-
-
-def _last_change(name: str, dir_fd: int) -> float:
-    """Newest time of change of a file, or of a directory and what lies in it."""
-    status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
-    newest = status.st_mtime
-    if stat.S_ISDIR(status.st_mode):
-        with _directory(name, dir_fd, name) as fd:
-            for inner in os.listdir(fd):
-                with contextlib.suppress(FileNotFoundError):
-                    newest = max(newest, os.stat(inner, dir_fd=fd, follow_symlinks=False).st_mtime)
-    return newest
-
-
-def _remove_tree(name: str, dir_fd: int) -> None:
-    """Remove a file or a flat or deep directory, following no link; what is gone already is fine."""
-    try:
-        fd = os.open(name, _DIRECTORY, dir_fd=dir_fd)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=dir_fd)
-        return
-    try:
-        for inner in os.listdir(fd):
-            _remove_tree(inner, fd)
-    finally:
-        os.close(fd)
-    with contextlib.suppress(FileNotFoundError):
-        os.rmdir(name, dir_fd=dir_fd)
+    return name.startswith(_RECORD) and TEMPORARY in name

@@ -117,7 +117,7 @@ def test_half_deleted_is_never_listed(store, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(posix, "_remove_tree", dies)
+        patch.setattr(posix, "remove_tree", dies)
         with pytest.raises(KeyboardInterrupt):
             store.delete("41", ID)
     assert store.list() == []
