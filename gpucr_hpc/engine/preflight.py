@@ -32,6 +32,7 @@ _REFUSED_ANONYMOUS = {
 }
 _PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
 _NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/dev/zero")
+_WITHOUT_IO_URING = "Node and other users of libuv: UV_USE_IO_URING=0; MariaDB: innodb_use_native_aio=0"
 _NVIDIA = "/dev/nvidia"
 _MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
@@ -76,7 +77,9 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
         return [Finding(root_nspid, "holder", "is gone")]
     tree = _Tree({kind: namespace_of(root.pid, kind) for kind in _NESTED}, _mounts(processes[1:]), gpus)
     for process in processes[1:]:
-        if process.state != "Z":
+        if process.state == "Z" and process.threads > 1:
+            findings.append(Finding(process.nspid, process.name, "its first thread has ended, and others still run"))
+        elif process.state != "Z":
             findings += [Finding(process.nspid, process.name, what) for what in _objects(process, tree)]
     findings += [Finding(root_nspid, "job", what) for what in _of_all(tree, root.pid)]
     return findings
@@ -202,7 +205,7 @@ def _mappings(pid: int, gpus: bool) -> Iterator[str]:
                     continue
                 if path.startswith("anon_inode:[io_uring]"):
                     seen.add(path)
-                    yield "has an io_uring ring mapped"
+                    yield f"has an io_uring ring mapped ({_WITHOUT_IO_URING})"
                 elif path.startswith("/dev/") and not path.startswith(_PLAIN_MAPPINGS):
                     seen.add(path)
                     yield f"has memory of the device {path} mapped"

@@ -168,6 +168,23 @@ def test_multicast_group_is_named(child):
     assert ["receives multicast of 239.1.2.3: memberships are not saved"] == whole(made.pid)
 
 
+_NO_FIRST_THREAD = """
+import threading
+def other():
+    time.sleep(0.2)
+    print("ready", flush=True)
+    time.sleep(60)
+threading.Thread(target=other).start()
+libc.pthread_exit(None)
+"""
+
+
+def test_process_without_its_first_thread_is_named(child):
+    """CRIU: "Zombies with threads are not supported"."""
+    made = child(_NO_FIRST_THREAD)
+    assert any("its first thread has ended" in line for line in findings(made.pid)), findings(made.pid)
+
+
 def test_rdma_device_is_named(child, tmp_path):
     """Queue pairs live in the adapter; a descriptor of its device is enough to refuse."""
     device = tmp_path / "infiniband/uverbs0"
