@@ -34,6 +34,7 @@ _PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - 
 _NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/dev/zero")
 _WITHOUT_IO_URING = "Node and other users of libuv: UV_USE_IO_URING=0; MariaDB: innodb_use_native_aio=0"
 _NVIDIA = "/dev/nvidia"
+_SHEPHERD = "gpucr-shepherd"  # still has what leads out, and lets go of it before the freeze
 _MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
@@ -87,17 +88,20 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
 
 @dataclass(frozen=True)
 class _Tree:
-    """What holds for all processes. reference: namespaces of the holder; mounts: ids; pipes: seen so far, each once."""
+    """What holds for all processes. reference: namespaces of the holder; mounts: ids. Seen so far: pipes that a task
+    has, and those that somebody can read."""
 
     reference: dict[str, str | None]
     mounts: set[str]
     gpus: bool
     pipes: set[str] = field(default_factory=set)
+    read: set[str] = field(default_factory=set)
 
 
 def _of_all(tree: _Tree, root: int) -> Iterator[str]:
-    if len(tree.pipes) > _MOST_PIPES:
-        yield f"has {len(tree.pipes)} pipes, and CRIU saves {_MOST_PIPES}"
+    pipes = len(tree.read & tree.pipes)
+    if pipes > _MOST_PIPES:
+        yield f"has {pipes} pipes, and CRIU saves {_MOST_PIPES}"
     groups = _multicast_groups(root)
     if groups:
         yield f"receives multicast of {', '.join(groups)}: memberships are not saved"
@@ -131,11 +135,12 @@ def _objects(process: Process, tree: _Tree) -> Iterator[str]:
         own = namespace_of(process.pid, kind)
         if own is not None and own != tree.reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
-    yield from _descriptors(process.pid, tree)
+    yield from _descriptors(process, tree)
     yield from _mappings(process.pid, tree.gpus)
 
 
-def _descriptors(pid: int, tree: _Tree) -> Iterator[str]:
+def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
+    pid, ours = process.pid, process.name == _SHEPHERD
     directory = f"/proc/{pid}/fd"
     try:
         numbers = os.listdir(directory)
@@ -146,8 +151,11 @@ def _descriptors(pid: int, tree: _Tree) -> Iterator[str]:
         path = f"{directory}/{number}"
         try:
             target, status = os.readlink(path), os.stat(path)
-            if target.startswith("pipe:") and os.lstat(path).st_mode & stat.S_IRUSR:  # of the end: it can be read
-                tree.pipes.add(target)
+            if target.startswith("pipe:"):
+                if not ours:
+                    tree.pipes.add(target)
+                if os.lstat(path).st_mode & stat.S_IRUSR:  # this end can be read
+                    tree.read.add(target)
         except OSError:
             continue
         if tree.gpus and target.startswith(_NVIDIA):
@@ -164,7 +172,7 @@ def _descriptors(pid: int, tree: _Tree) -> Iterator[str]:
                 yield f"descriptor {number} is the device {target}{reason}"
         elif stat.S_ISBLK(status.st_mode):
             yield f"descriptor {number} is the block device {target}"
-        elif _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *tree.mounts):
+        elif not ours and _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *tree.mounts):
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
     for number, what in sockets.unsaved(pid, held) if held else ():
         yield f"descriptor {number} is {what}, which cannot be saved"

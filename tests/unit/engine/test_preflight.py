@@ -168,6 +168,12 @@ def test_multicast_group_is_named(child):
     assert ["receives multicast of 239.1.2.3: memberships are not saved"] == whole(made.pid)
 
 
+def test_the_shepherd_may_hold_what_is_outside(child):
+    """Output files of the job were opened in another mount namespace; it lets go of them before the freeze."""
+    made = child(_UNMOUNTED + "libc.prctl(15, b'gpucr-shepherd', 0, 0, 0)\n")
+    assert [] == findings(made.pid)
+
+
 _NO_FIRST_THREAD = """
 import threading
 def other():
