@@ -20,8 +20,8 @@ from pathlib import Path
 from gpucr_hpc.engine import pagemap
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.cutting import PAGE_BYTES, cuts, marks
-from gpucr_hpc.lab import image_bench
-from gpucr_hpc.lab.image_bench import TMPFS, Tree, raw_dump
+from gpucr_hpc.lab.image_criu import raw_dump
+from gpucr_hpc.lab.image_tree import TMPFS, Tree, prepare
 from gpucr_hpc.proc import clean_env
 
 _GAP_S = 4.0
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("programs", nargs="*", default=list(PROGRAMS))
     os.environ["PATH"] = clean_env()["PATH"]
-    image_bench.prepare()
+    prepare()
     for name in parser.parse_args().programs:
         probe = [sys.executable, "-c", "import openmm"]
         if name == "OpenMM" and subprocess.run(probe, check=False, capture_output=True).returncode:

@@ -13,14 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from gpucr_hpc.capsule import network
 from gpucr_hpc.engine import large, pagemap, protobuf
 from gpucr_hpc.engine.dump import Dump
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.lab import image_bench as bench
+from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
+from gpucr_hpc.proc import clean_env
 from tests.cluster.fill_trial import LIMIT_S, PLACE, PROGRAM, Tree, restored
 
 
@@ -28,7 +31,7 @@ def pages(ours: bench.Ours, manifest: Manifest) -> dict[int, dict[int, bytes]]:
     """Every page of every process that is in an image, by pid and address; flags in front of the content."""
     found: dict[int, dict[int, bytes]] = {}
     key = DataKey.from_hex(ours._key(manifest))
-    folder = ours.root / bench.JOB / manifest.checkpoint
+    folder = ours.root / image_tree.JOB / manifest.checkpoint
     with ImageReader(
         lambda name: (folder / name).open("rb"), manifest.image(0), checkpoint=manifest.checkpoint, key=key
     ) as reader:
@@ -116,11 +119,11 @@ async def fails(tree: Tree, ours: bench.Ours) -> dict[str, Any]:
     wait_until(
         lambda: all(path.read_text() != beats[path.name] for path in PLACE.glob("*.alive")), LIMIT_S, "signs of life"
     )
-    await bench.network.unlock(bench.JOB)
+    await network.unlock(image_tree.JOB)
     return {**said, "sums": tree.sums()}
 
 
-async def by_criu_alone(tree: Tree, ours: bench.Ours) -> tuple[bench.Run, Manifest]:
+async def by_criu_alone(tree: Tree, ours: bench.Ours) -> tuple[image_tree.Run, Manifest]:
     """A dump as the agent takes it after one whose memory could not be read."""
     kept = bench.Dump
     bench.Dump = functools.partial(kept, beside=False)  # type: ignore[assignment,misc]
@@ -138,7 +141,7 @@ async def trial() -> None:
 
     shutil.rmtree(PLACE, ignore_errors=True)
     PLACE.mkdir()
-    os.chown(PLACE, bench.UID, bench.UID)
+    os.chown(PLACE, image_tree.UID, image_tree.UID)
     shutil.copy(PROGRAM, "/bench/program.py")
     tree, ours = Tree(), bench.Ours()
     await tree.start()
@@ -165,6 +168,6 @@ async def trial() -> None:
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = bench.clean_env()["PATH"]
-    bench.prepare()
+    os.environ["PATH"] = clean_env()["PATH"]
+    image_tree.prepare()
     asyncio.run(trial())

@@ -21,16 +21,18 @@ from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.lab import image_bench as bench
+from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
+from gpucr_hpc.proc import clean_env
 
 PLACE = Path("/bench/work/tree")
 PROGRAM = Path("/src/tests/cluster/fill_program.py")
 LIMIT_S = 60
-Trouble = Callable[[WorkerClient, bench.Tree], Awaitable[None]]
+Trouble = Callable[[WorkerClient, image_tree.Tree], Awaitable[None]]
 
 
-class Tree(bench.Tree):
+class Tree(image_tree.Tree):
     def __init__(self) -> None:
         super().__init__("fill", 0)
         self.out = PLACE / "main"
@@ -81,7 +83,7 @@ async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Tr
     beats = {path.name: path.read_text() for path in PLACE.glob("*.alive")}
     worker = WorkerClient(str(ours.root), 0, 0)
     await worker.start(tree.run_dir.images, stream.SERVE_SOCKET)
-    place = {"job": bench.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
+    place = {"job": image_tree.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
     place["holder"] = engine.in_image(tree.meta)
     await worker.call("serve", entry=manifest.image(0).as_dict(), **place)
     said: dict[str, Any] = {"to_fill": len(await worker.call("to_fill"))}
@@ -95,7 +97,7 @@ async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Tr
     if trouble is not None:
         refill.Refill._fill = in_trouble  # type: ignore[method-assign,assignment]
     started = time.monotonic()
-    task = asyncio.ensure_future(engine.restore(builder, tree.run_dir, worker, tree.meta, bench.ENGINE))
+    task = asyncio.ensure_future(engine.restore(builder, tree.run_dir, worker, tree.meta, image_tree.ENGINE))
     if trouble is given_up:
         await reached.wait()
         task.cancel()
@@ -103,7 +105,7 @@ async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Tr
         back = await task
         tree.capsule = back.capsule
         said |= {"seconds": time.monotonic() - started, "fill_s": back.fill_s}
-        await network.unlock(bench.JOB)
+        await network.unlock(image_tree.JOB)
         said |= {"memory": tree.memory(), "mappings": tree.mappings(), "sums": tree.sums()}
     except (GpucrError, asyncio.CancelledError) as error:
         said |= {"error": type(error).__name__, "text": str(error)}
@@ -122,7 +124,7 @@ async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Tr
     return said
 
 
-async def worker_killed(worker: WorkerClient, _: bench.Tree) -> None:
+async def worker_killed(worker: WorkerClient, _: image_tree.Tree) -> None:
     """It has the order, and dies."""
     pid = worker.pid
     assert pid is not None
@@ -130,13 +132,13 @@ async def worker_killed(worker: WorkerClient, _: bench.Tree) -> None:
     asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGKILL)
 
 
-async def task_killed(_: WorkerClient, tree: bench.Tree) -> None:
+async def task_killed(_: WorkerClient, tree: image_tree.Tree) -> None:
     """One of the processes whose memory is about to be filled."""
     assert isinstance(tree, Tree)
     os.kill(tree.programs()[-1], signal.SIGKILL)
 
 
-async def task_killed_late(worker: WorkerClient, tree: bench.Tree) -> None:
+async def task_killed_late(worker: WorkerClient, tree: image_tree.Tree) -> None:
     """As before, when the worker has its memory already."""
     kept = worker.call
 
@@ -154,7 +156,7 @@ async def task_killed_late(worker: WorkerClient, tree: bench.Tree) -> None:
 reached = asyncio.Event()
 
 
-async def given_up(worker: WorkerClient, _: bench.Tree) -> None:
+async def given_up(worker: WorkerClient, _: image_tree.Tree) -> None:
     """The agent gives the restore up, as at the end of an attempt."""
     pid = worker.pid
     assert pid is not None
@@ -165,7 +167,7 @@ async def given_up(worker: WorkerClient, _: bench.Tree) -> None:
 def damage(ours: bench.Ours, manifest: Manifest) -> None:
     """A byte in the middle of every pack: among the memory, which is most of it."""
     for part in manifest.image(0).packs:
-        path = ours.root / bench.JOB / manifest.checkpoint / part.name
+        path = ours.root / image_tree.JOB / manifest.checkpoint / part.name
         with path.open("r+b") as file:
             file.seek(part.size_bytes // 2)
             byte = file.read(1)[0]
@@ -181,7 +183,7 @@ async def trial() -> None:
 
     shutil.rmtree(PLACE, ignore_errors=True)
     PLACE.mkdir()
-    os.chown(PLACE, bench.UID, bench.UID)
+    os.chown(PLACE, image_tree.UID, image_tree.UID)
     shutil.copy(PROGRAM, "/bench/program.py")
     tree, ours = Tree(), bench.Ours()
     await tree.start()
@@ -221,6 +223,6 @@ def without_fill() -> Any:
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = bench.clean_env()["PATH"]
-    bench.prepare()
+    os.environ["PATH"] = clean_env()["PATH"]
+    image_tree.prepare()
     asyncio.run(trial())
