@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import socket
 import stat
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
-from gpucr_hpc.engine import sockets
+from gpucr_hpc.engine import sessions, sockets
 
 # Character devices that CRIU saves: null, zero, full, random, urandom, kmsg is not among them (mem(4)).
 _SAVED_MEMORY_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
@@ -35,6 +36,8 @@ _NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/d
 _WITHOUT_IO_URING = "Node and other users of libuv: UV_USE_IO_URING=0; MariaDB: innodb_use_native_aio=0"
 _NVIDIA = "/dev/nvidia"
 _SHEPHERD = "gpucr-shepherd"  # still has what leads out, and lets go of it before the freeze
+_PROCESS = re.compile(r"/proc/[0-9]+")  # criu/files-reg.c puts a slash behind it, and reads on
+_CRIU_DESCRIPTORS, _TABLE_PART, _CAP_SYS_RESOURCE = 32, 128, 24
 _MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
@@ -83,6 +86,9 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
         elif process.state != "Z":
             findings += [Finding(process.nspid, process.name, what) for what in _objects(process, tree)]
     findings += [Finding(root_nspid, "job", what) for what in _of_all(tree, root.pid)]
+    lost = set(sessions.unrestorable(sessions.of(processes[1:]), root.pid))
+    why = "is in a session that its parent has left, and that CRIU cannot make again for it"
+    findings += [Finding(p.nspid, p.name, why) for p in processes[1:] if p.pid in lost]
     return findings
 
 
@@ -146,6 +152,9 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
         numbers = os.listdir(directory)
     except OSError:
         return
+    highest = max(map(int, numbers), default=0)
+    if highest + _CRIU_DESCRIPTORS > (limit := _descriptor_limit()):
+        yield f"descriptor {highest} has too high a number: CRIU needs room below this node's limit of {limit}"
     held = []
     for number in numbers:
         path = f"{directory}/{number}"
@@ -166,6 +175,8 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
             yield f"descriptor {number} is an {_REFUSED_ANONYMOUS[target]}".replace("an p", "a p")
         elif "/infiniband/" in target:
             yield f"descriptor {number} is the RDMA device {target}, whose state is in it: have the job use TCP"
+        elif _PROCESS.fullmatch(target):
+            yield f"descriptor {number} is the directory {target} of a process, which CRIU takes for another file"
         elif stat.S_ISCHR(status.st_mode):
             reason = _device(status.st_rdev)
             if reason:
@@ -190,6 +201,16 @@ def _mount_of(pid: int, number: str) -> str | None:
             if line.startswith("mnt_id:"):
                 return line.split()[1]
     return None
+
+
+def _descriptor_limit() -> int:
+    """Number of descriptors that CRIU can have at a restore, in whole parts of its table (criu/servicefd.c)."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError), open("/proc/self/status") as status, open("/proc/sys/fs/nr_open") as most:
+        held = next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
+        if held >> _CAP_SYS_RESOURCE & 1:  # CRIU raises its limit then
+            limit = int(most.read())
+    return limit // _TABLE_PART * _TABLE_PART
 
 
 def _device(rdev: int) -> str | None:

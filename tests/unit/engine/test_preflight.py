@@ -127,6 +127,7 @@ def test_ordinary_process_is_welcome(child):
         (_USERFAULTFD, "userfaultfd"),
         (_DEVICE, "is the device /dev/"),
         (_MQUEUE, "is a POSIX message queue"),
+        ("os.open(f'/proc/{os.getppid()}', os.O_PATH)", "of a process, which CRIU takes for another file"),
         (_UNMOUNTED, "of a file system that is not mounted"),
         (_SOCKET.format(family="socket.AF_VSOCK", protocol=0), "a socket of the family AF_VSOCK, which"),
         (_SOCKET.format(family="socket.AF_INET6", protocol=262), "an MPTCP socket (in Go programs GODEBUG="),
@@ -172,6 +173,20 @@ def test_the_shepherd_may_hold_what_is_outside(child):
     """Output files of the job were opened in another mount namespace; it lets go of them before the freeze."""
     made = child(_UNMOUNTED + "libc.prctl(15, b'gpucr-shepherd', 0, 0, 0)\n")
     assert [] == findings(made.pid)
+
+
+def test_a_descriptor_near_the_limit_is_named(child, monkeypatch):
+    """CRIU's own descriptors have the highest numbers; valgrind takes them, too."""
+    made = child("os.dup2(1, 300)")
+    monkeypatch.setattr(preflight, "_descriptor_limit", lambda: 332)
+    assert [] == findings(made.pid)
+    monkeypatch.setattr(preflight, "_descriptor_limit", lambda: 331)
+    assert any("descriptor 300 has too high a number" in line for line in findings(made.pid))
+
+
+def test_limit_of_descriptors():
+    assert preflight._descriptor_limit() % 128 == 0
+    assert preflight._descriptor_limit() > 128
 
 
 _NO_FIRST_THREAD = """
