@@ -47,7 +47,7 @@ _EXPLANATIONS: tuple[tuple[str, str], ...] = (
     ("image streamer", "the stream of the image broke off"),
     ("BUG at", "CRIU came upon a case that its authors did not expect"),
     ("No space left", "no space left on a file system"),
-    ("Cannot allocate memory", "not enough memory, or the job's memory limit is too small"),
+    ("Cannot allocate memory", "not enough memory or free huge pages, or the job's memory limit is too small"),
 )
 # First lines that look like errors and are none.
 _NOISE = ("RLIMIT_NOFILE for self", "delete table", "stop page server", "kill page server")
