@@ -9,13 +9,15 @@ from gpucr_hpc.agent.report import PROGRESS_FILE
 from gpucr_hpc.agent.steps import environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import Geometry
-from gpucr_hpc.engine.cuda.processes import driver_loaded
 
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
 
 # What makes programs avoid things that cannot be saved, at no cost; a user's own value stays.
-_DUMPABLE = {"USE_LIBUV": "0"}  # on nodes with GPUs: PyTorch's TCPStore would use io_uring
+_DUMPABLE = {
+    "GODEBUG": "multipathtcp=0",  # Go's servers would listen with MPTCP
+    "USE_LIBUV": "0",  # PyTorch's TCPStore would use io_uring
+}
 
 
 async def take_up(job: ProtectedJob, supervisor: Supervisor, message: str, *, restored: bool) -> None:
@@ -47,8 +49,7 @@ def _env(job: ProtectedJob, pid: int) -> dict[str, str]:
     env = {"GPUCR_CAPSULE": job.job, "GPUCR_SHEPHERD": job.run_dir.shepherd_socket}
     env["GPUCR_PROGRESS"] = PROGRESS_FILE
     own = environment_of(pid)
-    if driver_loaded():
-        env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
+    env |= {k: v for k, v in _DUMPABLE.items() if k not in own}
     if job.geometry is not None and job.geometry.names != job.geometry.nodes:
         env |= {k: v for k, v in virtual_names(job.geometry, job.node_rank).items() if k in own}
     return env

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
-from gpucr_hpc.engine import sessions, sockets
+from gpucr_hpc.engine import mappings, sessions, sockets
 
 # Character devices that CRIU saves: null, zero, full, random, urandom, kmsg is not among them (mem(4)).
 _SAVED_MEMORY_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
@@ -31,16 +31,13 @@ _REFUSED_ANONYMOUS = {
     "anon_inode:seccomp": "seccomp listener",
     "anon_inode:[secretmem]": "secret memory",
 }
-_PLAIN_MAPPINGS = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
 _NO_PATHS = ("/memfd:", "/dmabuf:", "/secretmem", "/anon_hugepage", "/SYSV", "/dev/zero")
-_WITHOUT_IO_URING = "Node and other users of libuv: UV_USE_IO_URING=0; MariaDB: innodb_use_native_aio=0"
 _NVIDIA = "/dev/nvidia"
 _SHEPHERD = "gpucr-shepherd"  # still has what leads out, and lets go of it before the freeze
 _PROCESS = re.compile(r"/proc/[0-9]+")  # criu/files-reg.c puts a slash behind it, and reads on
 _CRIU_DESCRIPTORS, _TABLE_PART, _CAP_SYS_RESOURCE = 32, 128, 24
 _MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
 _NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
-_MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ (\S+) \d+\s+(\S.*)$")
 
 
 @dataclass(frozen=True)
@@ -142,7 +139,7 @@ def _objects(process: Process, tree: _Tree) -> Iterator[str]:
         if own is not None and own != tree.reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
     yield from _descriptors(process, tree)
-    yield from _mappings(process.pid, tree.gpus)
+    yield from mappings.unsaved(process.pid, gpus=tree.gpus)
 
 
 def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
@@ -219,27 +216,3 @@ def _device(rdev: int) -> str | None:
     if (major, minor) in _SAVED_MEMORY_DEVICES or major in _TTY_MAJORS:
         return None
     return ", whose state is not in the image"
-
-
-def _mappings(pid: int, gpus: bool) -> Iterator[str]:
-    seen: set[str] = set()
-    try:
-        with open(f"/proc/{pid}/maps", errors="replace") as file:
-            for line in file:
-                found = _MAPPING.match(line.rstrip("\n"))
-                if not found:
-                    continue
-                path = found[2]
-                if path in seen or (gpus and path.startswith(_NVIDIA)):
-                    continue
-                if path.startswith("anon_inode:[io_uring]"):
-                    seen.add(path)
-                    yield f"has an io_uring ring mapped ({_WITHOUT_IO_URING})"
-                elif path.startswith("/dev/") and not path.startswith(_PLAIN_MAPPINGS):
-                    seen.add(path)
-                    yield f"has memory of the device {path} mapped"
-                elif path == "[uprobes]":
-                    seen.add(path)
-                    yield "has a tracer's probe (uprobe) mapped"
-    except OSError:
-        return

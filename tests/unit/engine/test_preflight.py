@@ -44,6 +44,11 @@ for name in ("/dev/kmsg", "/dev/fuse", "/dev/net/tun", "/dev/vsock"):
 else:
     sys.exit(7)
 """
+_MMAP = """
+libc.mmap.restype = ctypes.c_void_p
+taken = libc.mmap(None, ctypes.c_size_t({size}), {access}, {flags}, -1, ctypes.c_long(0))
+sys.exit(7) if taken == ctypes.c_void_p(-1).value else None
+"""
 _MQUEUE = """
 fd = libc.mq_open(b"/gpucr-test-%d" % os.getpid(), os.O_RDWR | os.O_CREAT, 0o600, None)
 libc.mq_unlink(b"/gpucr-test-%d" % os.getpid())
@@ -117,7 +122,7 @@ def findings(pid: int) -> list[str]:
 
 def test_ordinary_process_is_welcome(child):
     """Pipes, sockets, files, memory, terminals and harmless devices."""
-    assert [] == findings(child(_PLAIN).pid)
+    assert [] == findings(child(_PLAIN + _MMAP.format(size="1 << 42", access=0, flags=0x4022)).pid)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +132,8 @@ def test_ordinary_process_is_welcome(child):
         (_USERFAULTFD, "userfaultfd"),
         (_DEVICE, "is the device /dev/"),
         (_MQUEUE, "is a POSIX message queue"),
+        (_MMAP.format(size="1 << 21", access=3, flags=0x40022), "has private huge pages (MAP_HUGETLB)"),
+        (_MMAP.format(size="1 << 42", access=0, flags=0x22), "has 4096 GiB of addresses reserved"),
         ("os.open(f'/proc/{os.getppid()}', os.O_PATH)", "of a process, which CRIU takes for another file"),
         (_UNMOUNTED, "of a file system that is not mounted"),
         (_SOCKET.format(family="socket.AF_VSOCK", protocol=0), "a socket of the family AF_VSOCK, which"),
