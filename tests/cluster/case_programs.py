@@ -449,3 +449,59 @@ REFUSED["device"] = (
     """,
     "/dev/net/tun",
 )
+
+# A child from before its parent's setsid, the parent an orphan: CRIU cannot make the two sessions again, and says so at
+# the restore.
+REFUSED["session"] = (
+    "c",
+    _C
+    + r"""
+int main(void)
+{
+    pid_t between = fork();
+
+    if (!between) {
+        if (fork()) _exit(0);
+        pid_t before = fork();
+        if (!before) { wait_file("gone"); _exit(0); }
+        MUST(setsid() > 0);
+        fclose(fopen("left", "w"));
+        MUST(waitpid(before, NULL, 0) == before);
+        fclose(fopen("reaped", "w"));
+        for (;;) pause();
+    }
+    MUST(waitpid(between, NULL, 0) == between);
+    wait_file("left");
+    ready();
+    wait_file("reaped");
+    printf("let go\n");
+    fflush(stdout);
+    wait_file("go");
+    printf("ok\n");
+}
+""",
+    "is in a session that its parent has left",
+)
+
+# A POSIX message queue, which lives in a file system of the kernel's own.
+REFUSED["message-queue"] = (
+    "c",
+    _C
+    + r"""
+#include <mqueue.h>
+int main(void)
+{
+    mqd_t queue = mq_open("/gpucr-case", O_RDWR | O_CREAT, 0600, NULL);
+
+    MUST(queue >= 0 && mq_unlink("/gpucr-case") == 0);
+    ready();
+    wait_file("gone");
+    mq_close(queue);
+    printf("let go\n");
+    fflush(stdout);
+    wait_file("go");
+    printf("ok\n");
+}
+""",
+    "is a POSIX message queue",
+)
