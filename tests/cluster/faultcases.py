@@ -141,23 +141,21 @@ class Case:
 
 
 def kill(lab: Lab, case: Case) -> None:
-    """kill -9 of the victim, which may have ended by itself only where the job leaves."""
+    """kill -9 of a node or of a process of the job, which may have ended by itself only where the job leaves."""
     what, node, job = case.victim.partition("-")[0], case.node, str(case.job.id)
     pid: int | None = None
     if what == "node":
         if lab.pid(node) is not None:
             lab.kill(node)
         return
-    if what in ("agent", "slurmd"):
-        pid = lab.daemons(node).get(what)
-    elif what == "init":
+    if what == "init":
         state = lab.root(node) / f"run/gpucr/jobs/{job}/state.json"
         with contextlib.suppress(FileNotFoundError):  # the agent has removed what has ended
             pid = json.loads(state.read_text())["capsule"]["init_pid"]
     else:
         batch = case.victim.endswith("lead")
         pid = next((pid for pid, step in supervisors(lab, node, job).items() if (step == "batch") == batch), None)
-    if pid is None and what in ("init", "supervisor") and case.point in _LEAVING:
+    if pid is None and case.point in _LEAVING:
         return
     assert pid is not None, f"{case.victim} of job {job} is not there at {case.point.label}"
     lab.exec(node, ["kill", "-KILL", str(pid)], check=False)

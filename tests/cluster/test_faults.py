@@ -78,14 +78,15 @@ def shown(value: object) -> str:
 
 
 def strike(lab: Lab, victim: str, all_cases: list[Case]) -> set[str]:
-    """Kill every case's victim; nodes whose agent is to come back."""
-    agents = {case.node for case in all_cases} if victim.startswith("agent") else set()
-    for node in agents:
-        lab.exec(node, ["kill", "-KILL", str(lab.daemons(node)["agent"])])
-    if not agents:
+    """Kill every case's victim, a daemon that several have in common once; nodes whose agent is to come back."""
+    what, nodes = victim.partition("-")[0], {case.node for case in all_cases}
+    if what not in ("agent", "slurmd"):
         for case in all_cases:
             kill(lab, case)
-    return agents
+        return set()
+    for node in nodes:
+        lab.exec(node, ["kill", "-KILL", str(lab.daemons(node)[what])])
+    return nodes if what == "agent" else set()
 
 
 @pytest.mark.parametrize(("victim", "points"), list(batches()), ids=shown)
