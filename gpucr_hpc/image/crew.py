@@ -39,7 +39,7 @@ class Crew:
             return True
         with self._lock:
             taken = not self._ended
-            if taken and part.is_placed and not self.sealing:
+            if taken and part.is_fetched and not self.sealing:
                 self._held.append(part)
             elif taken:
                 self._work.put(part)
@@ -68,7 +68,7 @@ class Crew:
 
     def _run(self) -> None:
         while (part := self._work.get()) is not None:
-            part.place()
+            part.fetch()
             with self._lock:
                 if not self.sealing:
                     self._held.append(part)

@@ -1,8 +1,8 @@
 """One part of a stream: where its chunks end, and their way into the store.
 
-Who calls: streams make parts, the crew's threads place and seal them. A chunk may begin in one part and end in the next
-one: a part that is placed says to its successor what is left at its end, and the successor seals that with its own
-beginning. Parts are placed in the order of the stream, and sealed in any.
+Who calls: streams make parts, the crew's threads fetch and seal them. A chunk may begin in one part and end in the next
+one: a part that is cut says to its successor what is left at its end, and the successor seals that with its own
+beginning. Parts are fetched and sealed in any order, and cut in that of the stream.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL_BYTES = 64 << 10  # sealed where it was read: a hand-over costs as much, 
 
 
 class Source(Protocol):
-    """Where a part's bytes are before it is placed: a pipe, or memory of a process."""
+    """Where a part's bytes are before it is fetched: a pipe, or memory of a process."""
 
     def empty_into(self, room: memoryview) -> None:
         """Put all of them into `room`, which has their size."""
@@ -56,7 +56,7 @@ class Means:
 
 
 class Part:
-    """`size` bytes in a buffer, or in a source from which `place` gets them.
+    """`size` bytes in a buffer, or in a source from which `fetch` gets them.
 
     before: the part before it in its stream. keep: makes place for so many records at the stream's end, and says the
     first one's number; put: writes records from that number on. pages: it is cut by its content, else it is one chunk.
@@ -84,40 +84,30 @@ class Part:
         self._number = 0
         self._mark = 1
         self._users = 1  # of the buffer
-        self._settled = threading.Lock()
-        self._settled.acquire()
-        self.is_placed = False
+        self._cutting = threading.Lock()
+        self._is_cut = False
+        self._fetched = threading.Event()
+        if self._source is None:
+            self._fetched.set()
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether its bytes are in memory, and none in its source."""
+        return self._fetched.is_set()
 
     @property
     def is_small(self) -> bool:
-        """Whether handing it over costs more than sealing it."""
-        return self.is_placed and self._size <= _SMALL_BYTES
+        """Whether handing it over costs more than sealing it at once, for which those before it must be cut."""
+        before = self._before
+        return self.is_fetched and self._size <= _SMALL_BYTES and (before is None or before._is_cut)
 
     @property
     def _left(self) -> int:
         """Bytes at the end that belong to the next part's first chunk."""
         return self._size - self._ends[-1] if self._ends else 0
 
-    def place(self) -> None:
-        """Get the bytes and decide where chunks end, after the part before it has done so. On return no byte of it is
-        in its source any more. A failure is the image's. Twice is fine."""
-        if self.is_placed:
-            return
-        try:
-            self._fetch()
-            self._cut()
-        except Exception as error:
-            self._means.fail(error)
-        finally:
-            self.is_placed = True
-            self._settled.release()
-
-    def wait(self) -> None:
-        """Return when it is placed."""
-        with self._settled:
-            pass
-
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
+        """Get the bytes. A failure is the image's. Twice is fine."""
         source, self._source = self._source, None
         if source is None:
             return
@@ -127,22 +117,37 @@ class Part:
             self._buffer = self._means.buffers.take()
             source.empty_into(self._buffer.view[: self._size])
             empty = True
+        except Exception as error:
+            self._means.fail(error)
         finally:
             source.done(empty=empty)
+            self._fetched.set()
+
+    def wait(self) -> None:
+        """Return when it is fetched."""
+        self._fetched.wait()
+
+    def _settle(self) -> None:
+        """Decide where chunks end, in all parts up to this one in the order of the stream."""
+        uncut, part = [], self if not self._is_cut else None
+        while part is not None:
+            uncut.append(part)
+            part = part._before  # nothing for one that is being cut: then those before it are
+        for part in reversed(uncut):
+            with part._cutting:
+                if not part._is_cut:
+                    part.wait()
+                    self._means.check()
+                    part._cut()
 
     def _cut(self) -> None:
-        marks = []
-        if self._pages and self._buffer is not None:
-            marks = cutting.marks(self._buffer.view[: self._size])
-            self._mark = marks[-1] if marks else 1
-        before, self._before = self._before, None
-        left, mark = 0, 1
+        before, left, mark = self._before, 0, 1
         if before is not None:
-            before.wait()
-            self._means.check()
             left, mark = before._left, before._mark
             self._joined = before if left else None
         if self._pages:
+            marks = cutting.marks(self._buffer.view[: self._size]) if self._buffer is not None else []
+            self._mark = marks[-1] if marks else 1
             pages = cutting.cuts(marks, left // cutting.PAGE_BYTES, mark)
             self._ends = [page * cutting.PAGE_BYTES for page in pages]
             if self._last and left + self._size > 0 and self._ends[-1:] != [self._size]:
@@ -151,10 +156,13 @@ class Part:
             self._ends = [self._size]
         self._users += self._left > 0
         self._number = self._keep(len(self._ends))
+        self._is_cut = True
+        self._before = None
 
     def seal(self) -> None:
         """Have its chunks stored and their records put; a failure is the image's."""
         try:
+            self._settle()
             records, at = [], 0
             for end in self._ends:
                 self._means.check()
@@ -195,6 +203,8 @@ class Part:
             self._means.buffers.give(buffer)
 
     def drop(self) -> None:
-        """It comes too late: nobody will place it."""
-        if self._source is not None:
-            self._source.done(empty=False)
+        """It comes too late: nobody will fetch it."""
+        source, self._source = self._source, None
+        if source is not None:
+            source.done(empty=False)
+            self._fetched.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import threading
+from collections import deque
 from collections.abc import Iterable
 
 from gpucr_hpc.errors import UsageError
@@ -34,6 +35,7 @@ class StreamWriter:
         self._buffer: Buffer | None = None
         self._filled = 0
         self._last: Part | None = None
+        self._fetching: deque[Part] = deque()
         self._lock = threading.Lock()
         self.records = bytearray()
 
@@ -114,6 +116,8 @@ class StreamWriter:
         if self._buffer is not None:
             self._means.buffers.give(self._buffer)
             self._buffer = None
+        while self._fetching:
+            self._fetching.popleft().wait()
         self.closed = True
         self._means.check()
 
@@ -153,8 +157,9 @@ class StreamWriter:
             pages=self._pages,
             last=last,
         )
-        if source is None or isinstance(source, Buffer):
-            part.place()
+        while self._fetching and self._fetching[0].is_fetched:
+            self._fetching.popleft()
+        self._fetching.append(part)
         if not self._crew.submit(part):
             part.drop()
             self._means.check()
