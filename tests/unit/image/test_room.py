@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from gpucr_hpc.errors import ImageError
+from gpucr_hpc.image import cutting
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
@@ -55,6 +56,43 @@ def test_nothing_is_sealed_before_the_end_when_all_fits_in():
     assert held.image.bytes_plain == 5 * CHUNK_BYTES
     held.take("small", content["small"])
     held.check(content)
+
+
+def test_nothing_is_cut_before_the_end_when_all_fits_in(monkeypatch):
+    """The job stands still until all is read: whatever can wait does. Parts come in any order."""
+    cut = []
+    marks = cutting.marks
+    monkeypatch.setattr(cutting, "marks", lambda view: cut.append(len(view)) or marks(view))
+    data = os.urandom(5 * CHUNK_BYTES + 20 * cutting.PAGE_BYTES)
+    held = Held(room=8, expected=6)
+    source, sink = os.pipe()
+    feeder = threading.Thread(target=lambda: (os.write(sink, data), os.close(sink)), daemon=True)
+    feeder.start()
+    with held.image.stream("pages-1.img", pages=True) as stream:
+        assert stream.copy_fd(source) == len(data)
+    os.close(source)
+    feeder.join(LIMIT_S)
+    assert cut == []
+    held.check({"pages-1.img": data})
+    assert sum(cut) == len(data)
+
+
+def test_a_part_that_cannot_be_read_ends_the_image():
+    """Whoever waits for it, or for what comes after it, is told."""
+
+    class Gone:
+        def empty_into(self, room: memoryview) -> None:
+            raise OSError(f"gone with {len(room)} bytes")
+
+        def done(self, *, empty: bool) -> None:
+            assert not empty
+
+    held = Held(room=8, expected=6)
+    stream = held.image.stream("pages-1.img", pages=True)
+    stream._submit(CHUNK_BYTES, Gone())
+    with pytest.raises(ImageError, match="gone"):
+        stream.close()
+    held.image.abort()
 
 
 def test_beyond_the_room_sealing_begins():
