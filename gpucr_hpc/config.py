@@ -89,7 +89,8 @@ class EngineConfig:
     """criu: program. ghost_limit_bytes: largest deleted file taken along. freeze_timeout_s: time for the
     tree to stop. dump_timeout_s: longest time for a checkpoint, after which the job runs on without one.
     room_percent: share of a node's free memory in which what was read from a job waits to be sealed, where the job goes
-    on after its checkpoint; it goes on as soon as the rest is sealed.
+    on after its checkpoint; it goes on as soon as the rest is sealed. pipe_limit_bytes: the agent raises the node's
+    fs.pipe-max-size to so much when it starts, so that jobs stand still shorter; 0: it leaves that alone.
     """
 
     criu: str = "criu"
@@ -97,6 +98,7 @@ class EngineConfig:
     freeze_timeout_s: int = 30
     dump_timeout_s: float = 3600.0
     room_percent: int = 25
+    pipe_limit_bytes: int = 8 << 20
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from gpucr_hpc.agent.supervisor import Supervisor
 from gpucr_hpc.capsule import RunDir, cgroup, network
 from gpucr_hpc.capsule.capsule import discard
 from gpucr_hpc.config import Config, load
-from gpucr_hpc.engine import criu
+from gpucr_hpc.engine import criu, stream
 from gpucr_hpc.errors import CriuError, GpucrError, HostError, JobUnknown
 from gpucr_hpc.image.keyfiles import load_signing_key, load_site_keys, load_trusted
 from gpucr_hpc.log import Log
@@ -189,6 +189,10 @@ async def serve(config: Config) -> None:
     (run_dir / "jobs").chmod(0o711)
     context = await make_context(config)
     await network.settle_host()
+    try:
+        stream.raise_pipe_limit(config.engine.pipe_limit_bytes)
+    except OSError as error:  # it costs time only
+        log.warning("fs.pipe-max-size cannot be raised", error=str(error))
     agent = Agent(context)
     await agent.adopt()
     orders = Orders(context, agent.jobs, operators(config))

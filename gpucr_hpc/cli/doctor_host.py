@@ -13,6 +13,7 @@ from pathlib import Path
 
 from gpucr_hpc.capsule import cgroup
 from gpucr_hpc.config import Config
+from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.dump import LOG_DIRECTORY
 from gpucr_hpc.errors import ToolMissing
 from gpucr_hpc.proc import clean_env, find_program, run_async
@@ -43,6 +44,7 @@ async def examine(config: Config, agent: int | None) -> list[Line]:
         *programs(),
         control_groups(),
         memory(config.engine.room_percent, agent),
+        pipes(stream.pipe_limit()),
         disk(config.agent.run_dir, _RUN_BYTES, "the agent cannot keep the state of its jobs and takes none"),
         disk(str(LOG_DIRECTORY), _LOG_BYTES, "CRIU's log of a checkpoint that failed is lost"),
         await network(config.network.vxlan_port),
@@ -75,6 +77,15 @@ def control_groups() -> Line:
         detail += f"; not to be written: {'; '.join(closed)}"
     advice = "mount -t cgroup2 none /sys/fs/cgroup, writable   # otherwise Slurm's limits do not hold for jobs here"
     return "control groups", bool(found) and not closed, detail, advice
+
+
+def pipes(limit: int) -> Line:
+    """limit: fs.pipe-max-size, which the agent raises where it may."""
+    advice = (
+        f"sysctl -w fs.pipe-max-size={stream.MEMORY_PIPE_BYTES}   # otherwise jobs stand still longer during "
+        "checkpoints; the agent sets it when it starts, unless engine.pipe_limit_bytes is less"
+    )
+    return "pipes", limit >= stream.MEMORY_PIPE_BYTES, f"up to {format_bytes(limit)}", advice
 
 
 def memory(room_percent: int, agent: int | None) -> Line:

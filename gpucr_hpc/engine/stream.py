@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import fcntl
 import os
 import re
 import socket
@@ -24,6 +23,7 @@ from gpucr_hpc.engine import bypass, pagemap
 from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.engine.renumber import Renumbered
 from gpucr_hpc.errors import GpucrError, ImageError
+from gpucr_hpc.image.files import widen_pipe
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
 from gpucr_hpc.wire import peer_of
@@ -34,7 +34,10 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 _PAGES = re.compile(r"pages-[0-9]+\.img")
 _PAGEMAP = re.compile(r"pagemap-([0-9]+)\.img")
 _MAX_REQUEST_BYTES = 4096
-_PIPE_BYTES = 1 << 20  # the kernel's default limit for unprivileged users (pipe-max-size)
+#: The pipe for a process's memory, where fs.pipe-max-size allows it. CRIU collects 8 MiB, then passes them on: with a
+#: smaller pipe both ends wait for each other many times.
+MEMORY_PIPE_BYTES = 8 << 20
+_MAX_PIPE = Path("/proc/sys/fs/pipe-max-size")
 _LAST_FILE = "inventory.img"  # CRIU writes it after every other one
 
 
@@ -84,9 +87,20 @@ def _receive_descriptor(sock: socket.socket) -> int:
     if not data or len(fds) != 1:
         raise ImageError(path="CRIU stream", reason="a descriptor did not arrive")
     os.set_inheritable(fds[0], False)
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fds[0], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    widen_pipe(fds[0])
     return fds[0]
+
+
+def pipe_limit() -> int:
+    """How large the kernel lets a process without privilege make a pipe, in bytes. Raises OSError."""
+    return int(_MAX_PIPE.read_text())
+
+
+def raise_pipe_limit(size_bytes: int) -> None:
+    """Let it be at least so much, on the whole node. What all pipes of a user may hold stays limited by
+    fs.pipe-user-pages-soft. Raises OSError."""
+    if pipe_limit() < size_bytes:
+        _MAX_PIPE.write_text(str(size_bytes))
 
 
 class _Connection(abc.ABC):
@@ -194,7 +208,10 @@ class Capture(_Connection):
         if owner is not None and _PAGES.fullmatch(name) and self._memory is not None:
             self._owners[name] = int(owner[1])
         self._last = name
-        self._start_pump(name, _receive_descriptor(sock))
+        fd = _receive_descriptor(sock)
+        if _PAGES.fullmatch(name):
+            widen_pipe(fd, MEMORY_PIPE_BYTES)
+        self._start_pump(name, fd)
         with self._changed:  # only now: whoever sees the last name must see its pump, too
             self.names.append(name)
             self._changed.notify_all()

@@ -31,13 +31,14 @@ def default_workers() -> int:
     return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
-def widen_pipe(fd: int) -> int:
-    """Make a pipe 1 MiB large; a refusal (the user's limit) only costs time. Its size in bytes, 0 for anything but a
-    pipe. Raises OSError for a bad fd."""
+def widen_pipe(fd: int, size_bytes: int = PIPE_BYTES) -> int:
+    """Make a pipe at least so large; a refusal (the kernel's limit, the user's) only costs time. Its size in bytes, 0
+    for anything but a pipe. Raises OSError for a bad fd."""
     if not stat.S_ISFIFO(os.fstat(fd).st_mode):
         return 0
-    with contextlib.suppress(OSError):
-        fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    if fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ) < size_bytes:
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, size_bytes)
     return fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
 
 

@@ -18,6 +18,7 @@ from gpucr_hpc.agent import shepherd
 from gpucr_hpc.capsule import Capsule, Geometry, RunDir, build, namespace_processes
 from gpucr_hpc.capsule.capsule import Builder, Identity, RestorePids, discard
 from gpucr_hpc.config import EngineConfig, NetworkConfig
+from gpucr_hpc.engine import stream
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.proc import clean_env
 
@@ -170,7 +171,8 @@ class Tree:
 
 
 def prepare() -> None:
-    """A place for the programs, and CRIU's cache of what the kernel can do."""
+    """A place for the programs, what the agent makes ready on a node, and CRIU's cache of what the kernel can do."""
+    stream.raise_pipe_limit(ENGINE.pipe_limit_bytes)
     Path("/bench/work").mkdir(exist_ok=True)
     os.chown("/bench/work", UID, UID)
     subprocess.run(["criu", "check", "--no-default-config"], check=True, capture_output=True, env=clean_env())

@@ -26,6 +26,13 @@ def test_a_limit_below_the_room_is_named() -> None:
     assert doctor_host.judge_memory(64 * GIB, 40 * GIB, 10 * GIB, None)[1]
 
 
+def test_small_pipes_are_named() -> None:
+    """They cost time, each time a job is read."""
+    _, good, detail, advice = doctor_host.pipes(1 << 20)
+    assert (good, "1 MiB" in detail, "fs.pipe-max-size=8388608   # otherwise" in advice) == (False, True, True)
+    assert doctor_host.pipes(8 << 20)[1]
+
+
 @pytest.mark.parametrize(
     ("controllers", "name", "text", "limit"),
     [

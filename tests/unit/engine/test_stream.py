@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gpucr_hpc.engine import stream
 from gpucr_hpc.errors import GpucrError, ImageError
+from gpucr_hpc.image import files
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -99,6 +100,33 @@ def test_dump_comes_back(files, order, piece_bytes):
         wanted = sorted([*files, "inventory.img"])
         content = files | {"inventory.img": b"inventory"}
         assert [content[n] for n in wanted] == restored(Path(name), store, entry, wanted)
+
+
+def test_memory_comes_through_a_larger_pipe(directory, monkeypatch):
+    """Only that: what all pipes of a user hold is limited. Where the kernel refuses, the dump goes on."""
+    sizes = []
+
+    def widen(fd: int, size_bytes: int = files.PIPE_BYTES) -> int:
+        sizes.append(size_bytes)
+        return files.widen_pipe(fd, size_bytes)
+
+    monkeypatch.setattr(stream, "widen_pipe", widen)
+    content = {"core-1.img": b"c", "pages-1.img": b"p" * 9000, "pages.img": b"p"}
+    store, entry, _ = dumped(directory, content)
+    assert sizes.count(stream.MEMORY_PIPE_BYTES) == 1
+    assert list(content.values()) == restored(directory, store, entry, list(content))
+
+
+def test_pipe_limit_is_raised_and_never_lowered(tmp_path, monkeypatch):
+    limit = tmp_path / "pipe-max-size"
+    monkeypatch.setattr(stream, "_MAX_PIPE", limit)
+    limit.write_text("1048576\n")
+    for wanted, found in ((0, 1 << 20), (8 << 20, 8 << 20), (4 << 20, 8 << 20)):
+        stream.raise_pipe_limit(wanted)
+        assert stream.pipe_limit() == found
+    limit.unlink()
+    with pytest.raises(OSError):
+        stream.raise_pipe_limit(1)
 
 
 def test_file_is_asked_for_again_and_missing_ones_do_not_exist(directory):
