@@ -378,3 +378,42 @@ async def bandwidth(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
         await job.end()
     base = statistics.mean([found["as it comes"], found["as it comes, again"]])
     return {"cards": cards, "GB/s": found, "ratios": {k: round(v / base, 4) for k, v in found.items()}}
+
+
+@case("NCCL made again: time of a DDP step before and after", gpus=2, limit_s=240)
+async def step_time(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a training step, medians of 12 bursts of 20: without the interposer and under it in turn, then
+    under it after a move, and without again."""
+    cards = gpu_count()
+    plain, under = place.job(), place.job()
+    for number, (job, env) in enumerate(((plain, {}), (under, UNDER))):
+        (job.folder / "program.py").write_text(programs.DDP_BURSTS)
+        await job.start(ranks(f"{PYTHON} program.py", cards, 29527 + number), environment(**env))
+        await job.until(lambda job=job: job.lines("ready"), 90, "it is ready")  # type: ignore[misc]
+
+    async def burst(job: Job) -> float:
+        count = len(job.lines("bursts"))
+        (job.folder / "turn").write_text(str(count))
+        await job.until(lambda: len(job.lines("bursts")) > count, 60, "a burst ends")
+        return float(job.lines("bursts")[-1])
+
+    times: dict[str, list[float]] = {name: [] for name in ("as it comes", "under the interposer", "again as it comes")}
+    moved: dict[str, list[float]] = {name: [] for name in ("as it comes", "after a move", "again as it comes")}
+    for found, middle in ((times, "under the interposer"), (moved, "after a move")):
+        await burst(plain), await burst(under)
+        for _ in range(12):
+            found["as it comes"].append(await burst(plain))
+            found[middle].append(await burst(under))
+            found["again as it comes"].append(await burst(plain))
+        if found is times:
+            await under.checkpoint(leave=True)
+            await under.restore(environment())
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    after = {name: statistics.median(values) for name, values in moved.items()}
+    return {
+        "cards": cards,
+        "ms": {name: round(value, 3) for name, value in medians.items()},
+        "ms_after": {name: round(value, 3) for name, value in after.items()},
+        "speed": {name: round(medians["as it comes"] / value, 4) for name, value in medians.items()},
+        "speed_after": {name: round(after["as it comes"] / value, 4) for name, value in after.items()},
+    }

@@ -296,3 +296,39 @@ while True:
     if log:
         log.write(f"{2 * (ranks - 1) / ranks * x.numel() * 4 * 4 / begin.elapsed_time(end) / 1e6:.3f}\\n")
 """
+
+# Training steps over several cards, in bursts: each when the next number is in the file `turn`.
+DDP_BURSTS = """
+import os, time, torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+torch.manual_seed(1)
+layers = (m for _ in range(8) for m in (nn.Linear(4096, 4096), nn.Tanh()))
+model = DistributedDataParallel(nn.Sequential(*layers).cuda())
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+x = torch.randn(2048, 4096, device="cuda")
+def train(count):
+    for _ in range(count):
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+train(5)
+log = open("bursts", "a", buffering=1) if rank == 0 else None
+if rank == 0:
+    open("ready", "w").write("ready\\n")
+turn = 0
+while True:
+    while not (os.path.exists("turn") and open("turn").read() == str(turn)):
+        time.sleep(0.005)
+    turn += 1
+    train(3)
+    begin = time.perf_counter()
+    train(20)
+    if log:
+        log.write(f"{(time.perf_counter() - begin) * 50:.4f}\\n")
+"""

@@ -7,9 +7,11 @@ import asyncio
 import os
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.engine import large as beside
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from tests.gpu import programs
 from tests.gpu.base import (
@@ -68,8 +70,7 @@ async def small(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     return {"stays": first, "leaves": second, "back": back}
 
 
-@case("large: same card, losses as undisturbed, times against the driver alone", limit_s=280)
-async def large(place: Place, args: argparse.Namespace) -> dict[str, Any]:
+async def _large(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     line = "--log train.log --steps 300 --pause 0.02"
     whole = await reference(place, line)
     job = place.job()
@@ -91,6 +92,21 @@ async def large(place: Place, args: argparse.Namespace) -> dict[str, Any]:
         "out_ratio": round(out["wall_s"] / alone[-1]["out"], 2),
         "back_ratio": round(back["total"] / alone[-1]["back"], 2),
     }
+
+
+@case("large: same card, losses as undisturbed, times against the driver alone", limit_s=280)
+async def large(place: Place, args: argparse.Namespace) -> dict[str, Any]:
+    return await _large(place, args)
+
+
+@case("large: the same with memory passed on by CRIU alone", limit_s=280)
+async def by_criu(place: Place, args: argparse.Namespace) -> dict[str, Any]:
+    """As on machines with few processors."""
+    plugin, beside.PLUGIN = beside.PLUGIN, Path("/nonexistent")
+    try:
+        return await _large(place, args)
+    finally:
+        beside.PLUGIN = plugin
 
 
 @case("G2: memory of the card taken at the restore", limit_s=150)
