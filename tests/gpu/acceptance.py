@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gpucr_hpc import log
 from tests.gpu import base, cost, failures, fakes, nccl, single, smoke, speed, two
 from tests.gpu.rig import install
 from tests.gpu.speed import THP
@@ -105,10 +106,12 @@ def main() -> int:
     parser.add_argument("--smoke", action="store_true", help="say first what the machine has")
     parser.add_argument("--huge-pages", action="store_true", help="transparent huge pages `always`, set back after")
     parser.add_argument("--let-threads-run", action="store_true", help="without cuda.stop_threads")
-    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="tracebacks")
+    parser.add_argument("--log", default="warning", help="level of what the agent's code says on the way")
     parser.add_argument("--json", default="", help="write the results there, too")
     args = parser.parse_args()
     in_own_mounts(sys.argv[1:])
+    log.setup(args.log)
     if args.tools:
         install(Path(args.tools))
     subprocess.run([args.criu, "check"], check=False, capture_output=True)

@@ -80,7 +80,7 @@ class Rig:
                 signing=str(self.keys / "signing.key"),
                 trusted=str(self.keys / "trusted"),
             ),
-            agent=AgentConfig(run_dir="/run/gpucr-rig", log_level=os.environ.get("GPUCR_RIG_LOG", "warning")),
+            agent=AgentConfig(run_dir="/run/gpucr-rig", log_level="warning"),
             engine=EngineConfig(criu=self.criu, dump_timeout_s=900.0),
             network=NetworkConfig(nat=False),
             cuda=self.cuda,
