@@ -1,16 +1,10 @@
-"""Dumps of one tree by CRIU alone and with large memory read beside it; runs inside the root file system of
-`scripts/measure_image`. Says a JSON object for each."""
+"""Dumps of one tree by CRIU alone and with large memory read beside it: a trial (trial_tree.py)."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
-import json
-import os
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule import network
@@ -23,8 +17,8 @@ from gpucr_hpc.lab import image_bench as bench
 from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
-from gpucr_hpc.proc import clean_env
-from tests.cluster.fill_trial import LIMIT_S, PLACE, PROGRAM, Tree, restored
+from tests.cluster.fill_trial import restored
+from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, main, say, standing
 
 
 def pages(ours: bench.Ours, manifest: Manifest) -> dict[int, dict[int, bytes]]:
@@ -77,24 +71,13 @@ def beside(yes: bool) -> Iterator[None]:
         large.PROCESSORS, large.LARGE_BYTES = kept
 
 
-@contextlib.contextmanager
-def unreadable() -> Iterator[None]:
-    """Workers that cannot read some memory: they import a copy of the reader that meets an error half-way."""
-    shadow = Path("/bench/shadow")
-    shutil.copytree("/src/gpucr_hpc", shadow / "gpucr_hpc", dirs_exist_ok=True)
-    file = shadow / "gpucr_hpc/image/extents.py"
-    text = file.read_text()
+def unreadable(extents: str) -> str:
+    """Some memory cannot be read: the reader meets an error half-way."""
     line = "                try:\n"
-    broken = text.replace(line, line + "                    if position >> 32 and next(_countdown) == 40:\n"
-                          "                        raise OSError(5, 'Input/output error')\n")
-    assert broken != text
-    file.write_text(broken + "\n\nimport itertools\n\n_countdown = itertools.count()\n")
-    kept = os.environ["PYTHONPATH"]
-    os.environ["PYTHONPATH"] = f"{shadow}:{kept}"
-    try:
-        yield
-    finally:
-        os.environ["PYTHONPATH"] = kept
+    broken = extents.replace(line, line + "                    if position >> 32 and next(_countdown) == 40:\n"
+                             "                        raise OSError(5, 'Input/output error')\n")
+    assert broken != extents
+    return broken + "\n\nimport itertools\n\n_countdown = itertools.count()\n"
 
 
 async def fails(tree: Tree, ours: bench.Ours) -> dict[str, Any]:
@@ -135,17 +118,7 @@ async def by_criu_alone(tree: Tree, ours: bench.Ours) -> tuple[image_tree.Run, M
 
 async def trial() -> None:
     """All dumps, and restores of those that succeed."""
-
-    def say(name: str, said: dict[str, Any]) -> None:
-        print(json.dumps({"case": name, **said}), flush=True)
-
-    shutil.rmtree(PLACE, ignore_errors=True)
-    PLACE.mkdir()
-    os.chown(PLACE, image_tree.UID, image_tree.UID)
-    shutil.copy(PROGRAM, "/bench/program.py")
-    tree, ours = Tree(), bench.Ours()
-    await tree.start()
-    try:
+    async with standing() as (tree, ours):
         say("before", {"sums": tree.sums()})
         with beside(yes=False):
             run, by_criu = await ours.dump(tree)
@@ -156,18 +129,13 @@ async def trial() -> None:
             say("image", difference(pages(ours, by_criu), pages(ours, manifest)) | size)
             room, on = await ours.dump(tree, base=by_criu, room_bytes=1 << 30)
             say("references", {"stored": on.bytes_stored, "plain": on.bytes_plain, "freeze_s": room.freeze_s})
-            with unreadable():
+            with altered("gpucr_hpc/image/extents.py", unreadable):
                 say("unreadable", await fails(tree, ours))
                 run, _ = await by_criu_alone(tree, ours)
                 say("again", {"named": run.notes["beside_bytes"], "plain": run.notes["plain_bytes"]})
             say("beside", await restored(tree, ours, manifest))
             say("beside, references", await restored(tree, ours, on))
-    finally:
-        with contextlib.suppress(Exception):
-            await tree.end()
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = clean_env()["PATH"]
-    image_tree.prepare()
-    asyncio.run(trial())
+    main(trial)

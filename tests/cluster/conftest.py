@@ -7,13 +7,16 @@ list) makes that skip a failure.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from gpucr_hpc.lab import measure_image, plugin
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.recipe import LAYERS
 
@@ -99,6 +102,24 @@ def lab(require_lab: Callable[..., Lab]) -> Iterator[Lab]:
     _repair(cluster)
     assert cluster.leftovers(settle_s=15, ignore=there) == []  # on a busy machine a worker takes long to end
     assert [line for node in cluster.nodes() for line in _alarms(cluster, node, before[node])] == []
+
+
+@pytest.fixture(scope="session")
+def run_trial(
+    require_root: None, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], dict[str, dict[str, Any]]]:
+    """run_trial("fill_trial"): what a trial of this folder (trial_tree.py) says of each case."""
+
+    def run(name: str) -> dict[str, dict[str, Any]]:
+        lab = Lab(say=lambda line: print(f"lab: {line}"))
+        system = lab.build()
+        built = plugin.build(measure_image.CHECKOUT / "spank_plugin", system, lab.cache / "measure")
+        assert built is not None
+        work = tmp_path_factory.mktemp(name)
+        lines = list(measure_image.inside(["-m", f"tests.cluster.{name}"], work, built, system))
+        return {found.pop("case"): found for found in map(json.loads, lines)}
+
+    return run
 
 
 @pytest.fixture

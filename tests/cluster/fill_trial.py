@@ -1,20 +1,17 @@
-"""Restores of one tree by CRIU alone and with the fill, and with what can go wrong; runs inside the root file system of
-`scripts/measure_image`. Says a JSON object for each restore."""
+"""Restores of one tree by CRIU alone and with the fill, and with what can go wrong: a trial
+(trial_tree.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
-import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule import namespace_processes, network
+from gpucr_hpc.capsule import network
 from gpucr_hpc.capsule.processes import wait_gone
 from gpucr_hpc.engine import refill, stream
 from gpucr_hpc.engine import restore as engine
@@ -24,56 +21,9 @@ from gpucr_hpc.lab import image_bench as bench
 from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
-from gpucr_hpc.proc import clean_env
+from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, main, say, standing
 
-PLACE = Path("/bench/work/tree")
-PROGRAM = Path("/src/tests/cluster/fill_program.py")
-LIMIT_S = 60
 Trouble = Callable[[WorkerClient, image_tree.Tree], Awaitable[None]]
-
-
-class Tree(image_tree.Tree):
-    def __init__(self) -> None:
-        super().__init__("fill", 0)
-        self.out = PLACE / "main"
-
-    def _arguments(self) -> list[str]:
-        return [str(PLACE), str(self.out)]
-
-    def programs(self) -> list[int]:
-        assert self.capsule is not None
-        return [p.pid for p in namespace_processes(self.capsule.init_pid) if p.name == "python3"]
-
-    def sums(self) -> dict[str, Any]:
-        """What each process says of its memory now."""
-        for path in PLACE.glob("*.sum"):
-            path.unlink()
-        for pid in self.programs():
-            os.kill(pid, signal.SIGUSR2)
-        wait_until(lambda: len(list(PLACE.glob("*.sum"))) == 2, LIMIT_S, "checksums")
-        return {path.name: json.loads(path.read_text()) for path in PLACE.glob("*.sum")}
-
-    def memory(self) -> dict[str, int]:
-        """Bytes that the tree has, by smaps."""
-        total = {"Rss": 0, "Pss": 0, "Private_Dirty": 0, "AnonHugePages": 0, "Locked": 0}
-        for pid in self.programs():
-            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-                name, _, rest = line.partition(":")
-                if name in total:
-                    total[name] += int(rest.split()[0]) * 1024
-        return total
-
-    def mappings(self) -> list[list[str]]:
-        """Addresses, permissions and flags of the mappings."""
-        found = []
-        for pid in self.programs():
-            head = ""
-            for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-                if "-" in line.split(maxsplit=1)[0]:
-                    head = " ".join(line.split(maxsplit=5)[:2])
-                elif line.startswith("VmFlags:"):
-                    found.append([head, *sorted(set(line.split()[1:]) - {"sd"})])
-        return sorted(found)
 
 
 async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Trouble | None = None) -> dict[str, Any]:
@@ -177,20 +127,10 @@ def damage(ours: bench.Ours, manifest: Manifest) -> None:
 
 async def trial() -> None:
     """One dump, all restores."""
-
-    def say(name: str, said: dict[str, Any]) -> None:
-        print(json.dumps({"case": name, **said}), flush=True)
-
-    shutil.rmtree(PLACE, ignore_errors=True)
-    PLACE.mkdir()
-    os.chown(PLACE, image_tree.UID, image_tree.UID)
-    shutil.copy(PROGRAM, "/bench/program.py")
-    tree, ours = Tree(), bench.Ours()
-    await tree.start()
-    try:
+    async with standing() as (tree, ours):
         say("before", {"memory": tree.memory(), "mappings": tree.mappings(), "sums": tree.sums()})
         _, manifest = await ours.dump(tree)
-        with without_fill():
+        with altered("gpucr_hpc/engine/fillplan.py", leaves_all_to_criu):
             say("criu", await restored(tree, ours, manifest))
         say("fill", await restored(tree, ours, manifest))
         _, again = await ours.dump(tree, base=manifest)
@@ -200,29 +140,12 @@ async def trial() -> None:
             say(trouble.__name__, said)
         damage(ours, manifest)
         say("damaged", await restored(tree, ours, manifest))
-    finally:
-        with contextlib.suppress(Exception):
-            await tree.end()
 
 
-@contextlib.contextmanager
-def without_fill() -> Any:
-    """Workers that leave everything to CRIU: they import a copy of the plan with another constant."""
-    shadow = Path("/bench/shadow")
-    shutil.copytree("/src/gpucr_hpc", shadow / "gpucr_hpc", dirs_exist_ok=True)
-    plan = shadow / "gpucr_hpc/engine/fillplan.py"
-    text = plan.read_text().replace("TREE_BYTES = 128 << 20", "TREE_BYTES = 1 << 60")
-    assert text != plan.read_text()
-    plan.write_text(text)
-    kept = os.environ["PYTHONPATH"]
-    os.environ["PYTHONPATH"] = f"{shadow}:{kept}"
-    try:
-        yield
-    finally:
-        os.environ["PYTHONPATH"] = kept
+def leaves_all_to_criu(plan: str) -> str:
+    """Only trees that no machine has are filled."""
+    return plan.replace("TREE_BYTES = 128 << 20", "TREE_BYTES = 1 << 60")
 
 
 if __name__ == "__main__":
-    os.environ["PATH"] = clean_env()["PATH"]
-    image_tree.prepare()
-    asyncio.run(trial())
+    main(trial)

@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from gpucr_hpc.lab import measure_image, plugin
-from gpucr_hpc.lab.cluster import Lab
 
 _SLACK_BYTES = 2 << 20
 
 
 @pytest.fixture(scope="module")
-def cases(require_root: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def cases(run_trial: Callable[[str], dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
     """What each restore of one dump came to (fill_trial.py)."""
-    lab = Lab(say=lambda line: print(f"lab: {line}"))
-    system = lab.build()
-    built = plugin.build(measure_image.CHECKOUT / "spank_plugin", system, lab.cache / "measure")
-    assert built is not None
-    work: Path = tmp_path_factory.mktemp("fill")
-    lines = list(measure_image.inside(["-m", "tests.cluster.fill_trial"], work, built, system))
-    return {found.pop("case"): found for found in map(json.loads, lines)}
+    return run_trial("fill_trial")
 
 
 @pytest.mark.parametrize("way", ["criu", "fill", "fill, references"])
