@@ -13,44 +13,19 @@
 #include <link.h>
 #include <stdarg.h>
 #include <stddef.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
-// linux/fs.h of Linux 6.7 and later.
-struct scan {
-	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
-	uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
-};
-struct region {
-	uint64_t start, end, categories;
-};
-#define SCAN _IOWR('f', 16, struct scan)
-#define IS_GUARD (UINT64_C(1) << 8)
+#include "criu_memory.h"
 
-// criu-plugin.h, version 0.2: what CRIU looks for in a plugin.
-struct plugin {
-	const char *name;
-	int (*init)(int stage);
-	void (*exit)(int stage, int result);
-	unsigned int version, max_hooks; // none
-	void *hooks[1];
-};
-enum { STAGE_DUMP = 0 };
-
+#define IS_GUARD (UINT64_C(1) << 8) // a category of pages
 #define LARGE_BYTES (UINT64_C(4) << 20)
-#define MOST 2048
-
-struct packet {
-	uint32_t pid, count; // pid 0, once: the plugin is in place
-	uint64_t ranges[MOST][2];
-};
+enum { STAGE_DUMP = 0 };
 
 static int peer = -1;
 static struct packet packet;

@@ -4,37 +4,18 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
+#include "criu_memory.h"
 #include "test_check.h"
 
-struct scan {
-	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
-	uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
-};
-struct region {
-	uint64_t start, end, categories;
-};
-struct plugin {
-	const char *name;
-	int (*init)(int stage);
-	void (*exit)(int stage, int result);
-	unsigned int version, max_hooks;
-};
-struct packet {
-	uint32_t pid, count;
-	uint64_t ranges[2048][2];
-};
-#define SCAN _IOWR('f', 16, struct scan)
 #define MIB (1 << 20)
 #define PAGE 4096
 
