@@ -180,6 +180,23 @@ def test_image_is_that_of_criu_alone(tree, most):
             assert data == found[name], name
 
 
+@contextmanager
+def one_dumped(*packets: list[tuple[int, int]]) -> Iterator[tuple[Dump, Plugin, int]]:
+    """A dump of ONE: the plugin has named these ranges and CRIU has written its files. No descriptor is left of it."""
+    before = len(os.listdir("/proc/self/fd"))
+    memory = memory_of(LARGE)
+    with dumping() as dump:
+        plugin = dump.plugin()
+        plugin.ready()
+        for ranges in packets:
+            plugin.name(2, ranges, memory)
+        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
+            criu.dump(order(files_of([ONE])))
+            yield dump, plugin, memory
+    os.close(memory)
+    assert before == len(os.listdir("/proc/self/fd"))
+
+
 def test_what_the_plugin_has_said_is_heard_in_time():
     """Before CRIU ends a pagemap the plugin has named all pages of the process."""
     memory, files = memory_of(LARGE), order(files_of([ONE]))
@@ -256,18 +273,11 @@ def test_pages_of_a_process_that_criu_does_not_have_are_missed():
 
 def test_pages_that_are_named_too_late_are_missed():
     """After the pagemap has come to its end nobody would read them."""
-    memory = memory_of(LARGE)
-    with dumping() as dump:
-        plugin = dump.plugin()
-        plugin.ready()
-        plugin.name(2, [(RANGE[0], RANGE[1] - PAGE)], memory)
-        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
-            criu.dump(order(files_of([ONE])))
+    with one_dumped([(RANGE[0], RANGE[1] - PAGE)]) as (dump, plugin, _):
+        dump.capture.drain(LIMIT_S)
+        plugin.name(2, [(RANGE[1] - PAGE, RANGE[1])], None)
+        with pytest.raises(MemoryUnreadable, match="lacks pages"):
             dump.capture.drain(LIMIT_S)
-            plugin.name(2, [(RANGE[1] - PAGE, RANGE[1])], None)
-            with pytest.raises(MemoryUnreadable, match="lacks pages"):
-                dump.capture.drain(LIMIT_S)
-    os.close(memory)
 
 
 def test_pagemap_in_another_order_is_refused():
@@ -279,22 +289,13 @@ def test_pagemap_in_another_order_is_refused():
 
 def test_memory_is_nobodys_to_read_after_the_dump():
     """The process runs on while its image is sealed."""
-    before = len(os.listdir("/proc/self/fd"))
-    memory = memory_of(LARGE)
-    with dumping() as dump:
-        plugin = dump.plugin()
-        plugin.ready()
-        plugin.name(2, [RANGE], memory)
-        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
-            criu.dump(order(files_of([ONE])))
-            dump.capture.drain(LIMIT_S)
-            assert len(same_file(memory)) == 2
-            dump.memory.close()
-            assert same_file(memory) == [memory]
-            assert dump.memory.size_bytes == 100 * PAGE
-            assert len(LARGE) + 50 == len(dump.finish()["pages-1.img"]) // PAGE
-    os.close(memory)
-    assert before == len(os.listdir("/proc/self/fd"))
+    with one_dumped([RANGE]) as (dump, _, memory):
+        dump.capture.drain(LIMIT_S)
+        assert len(same_file(memory)) == 2
+        dump.memory.close()
+        assert same_file(memory) == [memory]
+        assert dump.memory.size_bytes == 100 * PAGE
+        assert len(LARGE) + 50 == len(dump.finish()["pages-1.img"]) // PAGE
 
 
 def same_file(fd: int) -> list[int]:
@@ -343,15 +344,5 @@ def test_bad_packet_fails_the_dump_and_releases_the_plugin(packet):
 
 
 def test_descriptors_are_closed():
-    before = len(os.listdir("/proc/self/fd"))
-    memory = memory_of(LARGE)
-    with dumping() as dump:
-        plugin = dump.plugin()
-        plugin.ready()
-        plugin.name(2, [RANGE], memory)
-        plugin.name(2, [], memory)
-        with FakeCriu(dump.directory / stream.CAPTURE_SOCKET) as criu:
-            criu.dump(order(files_of([ONE])))
-            assert len(LARGE) + 50 == len(dump.finish()["pages-1.img"]) // PAGE
-    os.close(memory)
-    assert before == len(os.listdir("/proc/self/fd"))
+    with one_dumped([RANGE], []) as (dump, _, _):
+        assert len(LARGE) + 50 == len(dump.finish()["pages-1.img"]) // PAGE
