@@ -1,7 +1,7 @@
-"""The programs of test_cases.py. Each gets a name of its own for files outside its directory, says `ready`, waits
-for the file `go` and ends with `ok`. C programs end at the first wrong thing, with its line."""
+"""The programs of test_cases.py that are moved. Each gets a name of its own for files outside its directory, says
+`ready`, waits for the file `go` and ends with `ok`. C programs end at the first wrong thing, with its line."""
 
-_C = r"""
+C_HEAD = r"""
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -74,7 +74,7 @@ WHOLE["named-memory"] = (
 # C8: SysV shared memory, semaphores and messages.
 WHOLE["sysv"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 int main(void)
 {
@@ -102,7 +102,7 @@ int main(void)
 # C10: processes that share one unlinked file of /dev/shm and count in turn.
 WHOLE["shared-unlinked"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 int main(int argc, char **argv)
 {
@@ -139,7 +139,7 @@ int main(int argc, char **argv)
 # C17: terabytes reserved, little touched.
 WHOLE["reservation"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 int main(void)
 {
@@ -163,7 +163,7 @@ int main(void)
 # page says after the move what it said before.
 WHOLE["memory-kinds"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 enum { KINDS = 7, PAGE = 4096, PAGES = 1500 };
 
@@ -240,7 +240,7 @@ int main(int argc, char **argv)
 # C20: flock, POSIX and open file description locks, and a process that waits for one.
 WHOLE["locks"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 static int file(const char *base, const char *end)
 {
@@ -286,7 +286,7 @@ int main(int argc, char **argv)
 # C23: zombies that nobody has reaped yet, and a stopped child.
 WHOLE["zombies"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 int main(void)
 {
@@ -366,7 +366,7 @@ WHOLE["kernel-objects"] = (
 # whose leader is gone. Each notes its parent where the first process sees it.
 WHOLE["orphans"] = (
     "c",
-    _C
+    C_HEAD
     + r"""
 static void orphan(volatile int *mine, int own)
 {
@@ -404,104 +404,4 @@ int main(void)
     printf("ok\n");
 }
 """,
-)
-
-# What cannot be saved: program and reason. Each lets go when the file `gone` is there.
-REFUSED: dict[str, tuple[str, str, str]] = {}
-
-# C13: an idle io_uring ring.
-REFUSED["io-uring"] = (
-    "c",
-    _C
-    + r"""
-int main(void)
-{
-    char params[120] = { 0 };
-    int ring = (int)syscall(425, 4, params);
-
-    MUST(ring >= 0);
-    ready();
-    wait_file("gone");
-    close(ring);
-    printf("let go\n");
-    fflush(stdout);
-    wait_file("go");
-    printf("ok\n");
-}
-""",
-    "io_uring ring",
-)
-
-# C40: an open device node (any that a user may open and CRIU cannot save).
-REFUSED["device"] = (
-    "python",
-    """
-    import os, time
-    tun = os.open("/dev/net/tun", os.O_RDWR)
-    print("ready", flush=True)
-    while not os.path.exists("gone"):
-        time.sleep(0.05)
-    os.close(tun)
-    print("let go", flush=True)
-    while not os.path.exists("go"):
-        time.sleep(0.05)
-    print("ok")
-    """,
-    "/dev/net/tun",
-)
-
-# A child from before its parent's setsid, the parent an orphan: CRIU cannot make the two sessions again, and says so at
-# the restore.
-REFUSED["session"] = (
-    "c",
-    _C
-    + r"""
-int main(void)
-{
-    pid_t between = fork();
-
-    if (!between) {
-        if (fork()) _exit(0);
-        pid_t before = fork();
-        if (!before) { wait_file("gone"); _exit(0); }
-        MUST(setsid() > 0);
-        fclose(fopen("left", "w"));
-        MUST(waitpid(before, NULL, 0) == before);
-        fclose(fopen("reaped", "w"));
-        for (;;) pause();
-    }
-    MUST(waitpid(between, NULL, 0) == between);
-    wait_file("left");
-    ready();
-    wait_file("reaped");
-    printf("let go\n");
-    fflush(stdout);
-    wait_file("go");
-    printf("ok\n");
-}
-""",
-    "is in a session that its parent has left",
-)
-
-# A POSIX message queue, which lives in a file system of the kernel's own.
-REFUSED["message-queue"] = (
-    "c",
-    _C
-    + r"""
-#include <mqueue.h>
-int main(void)
-{
-    mqd_t queue = mq_open("/gpucr-case", O_RDWR | O_CREAT, 0600, NULL);
-
-    MUST(queue >= 0 && mq_unlink("/gpucr-case") == 0);
-    ready();
-    wait_file("gone");
-    mq_close(queue);
-    printf("let go\n");
-    fflush(stdout);
-    wait_file("go");
-    printf("ok\n");
-}
-""",
-    "is a POSIX message queue",
 )

@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 
 import pytest
-from case_programs import REFUSED, WHOLE
+from case_programs import WHOLE
 from jobs import Bench, bench, each
+from refused_programs import REFUSED
 
 from gpucr_hpc.lab import conf
 from gpucr_hpc.lab.cluster import Lab
