@@ -9,6 +9,7 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import Json
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.units import format_duration, parse_duration
 
@@ -34,7 +35,7 @@ def advise(
     node_mtbf: Annotated[
         str, typer.Option("--node-mtbf", help="Mean time between failures of one node, such as 365d.")
     ] = "365d",
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """The interval of checkpoints that loses least of a job's time, from what its last one cost (Young and Daly)."""
     (table,) = ask("status", job=job)["jobs"]

@@ -9,6 +9,7 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import Json
 from gpucr_hpc.units import format_bytes, format_duration
 
 
@@ -23,7 +24,7 @@ def checkpoint(
     full: Annotated[
         bool, typer.Option("--full", help="Write everything, also what an earlier checkpoint of the job has.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """Checkpoint a job now, wherever it runs. The job goes on after it."""
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from gpucr_hpc.cli import output
+from gpucr_hpc.cli.options import Json
 from gpucr_hpc.config import load
 
 app = typer.Typer(help="Configuration of this node.", no_args_is_help=True)
@@ -17,7 +18,7 @@ app = typer.Typer(help="Configuration of this node.", no_args_is_help=True)
 @app.command("check")
 def check(
     path: Annotated[Path | None, typer.Argument(help="File to check.")] = None,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """Read the configuration and say whether it is valid."""
     load(path)

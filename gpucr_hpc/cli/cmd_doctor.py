@@ -13,6 +13,7 @@ from gpucr_hpc import slurm
 from gpucr_hpc.agent import recipients
 from gpucr_hpc.cli import doctor_host, doctor_nodes, doctor_slurm, doctor_store, output
 from gpucr_hpc.cli.client import agent_pid, ask
+from gpucr_hpc.cli.options import Json
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu
 from gpucr_hpc.engine.cuda import doctor as gpu_doctor
@@ -27,7 +28,7 @@ _UNPROTECTED = "jobs run without protection here"
 def doctor(
     nodes: Annotated[str, typer.Option("--nodes", help="Check these nodes, such as n[1-64], over SSH.")] = "",
     user: Annotated[str, typer.Option("--user", help="Log in there as this account.")] = "",
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """Check this node: configuration, CRIU, programs, keys, agent, store, and Slurm's live configuration.
 

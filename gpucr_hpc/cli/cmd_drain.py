@@ -18,6 +18,7 @@ from rich.table import Table
 from gpucr_hpc import slurm
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.draining import Drain, Leaving
+from gpucr_hpc.cli.options import Json
 from gpucr_hpc.errors import DrainIncomplete, UsageError
 from gpucr_hpc.proc import run_async
 from gpucr_hpc.units import format_duration, parse_duration
@@ -66,7 +67,7 @@ def drain(
         str, typer.Option("--then", help="Shell command for each empty batch, $NODES its nodes; then undrain it.")
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done.")] = False,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """Empty nodes without losing work: drain them, then checkpoint and requeue every protected job on them.
 
@@ -87,7 +88,7 @@ def drain(
         print(f"{','.join(report['nodes'])}: {'would be drained' if dry_run else 'empty'}")
 
 
-def undrain(nodes: Nodes, json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False) -> None:
+def undrain(nodes: Nodes, json: Json = False) -> None:
     """Let jobs start on drained nodes again."""
 
     async def work() -> list[str]:

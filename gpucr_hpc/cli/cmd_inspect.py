@@ -16,6 +16,7 @@ from rich.text import Text
 from gpucr_hpc.agent.control import public
 from gpucr_hpc.cli import access, memory_map, output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import CheckpointDir, Json
 from gpucr_hpc.config import load
 from gpucr_hpc.engine.inspection import WAYS
 from gpucr_hpc.errors import UsageError
@@ -42,11 +43,9 @@ def inspect(
     signer: Annotated[
         Path | None, typer.Option("--signer", help="signing.pub of the site, where the node's cannot be read.")
     ] = None,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Draw the memory map into this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """What a checkpoint holds: processes, descriptors, sockets, memory by kind; no page of memory is decrypted.
 

@@ -11,6 +11,7 @@ import typer
 
 from gpucr_hpc.agent import recipients as configured
 from gpucr_hpc.cli import access, output
+from gpucr_hpc.cli.options import CheckpointDir, Json
 from gpucr_hpc.cli.rewrap import Wish, rewrap
 from gpucr_hpc.config import load
 from gpucr_hpc.errors import UsageError
@@ -19,7 +20,6 @@ from gpucr_hpc.image.keyfiles import read_public
 
 app = typer.Typer(help="Keys of the site, and recipients of checkpoints.", no_args_is_help=True)
 
-_JSON = Annotated[bool, typer.Option("--json", help=output.JSON_HELP)]
 
 
 @app.command("generate")
@@ -29,7 +29,7 @@ def generate(
         Path | None,
         typer.Option("--recipient", help="Make a key pair of your own instead: FILE, and FILE.pem for others."),
     ] = None,
-    json: _JSON = False,
+    json: Json = False,
 ) -> None:
     """Make a site key and a signing key. Copy them to every node; who has them can read and make checkpoints."""
     if recipient is not None:
@@ -48,7 +48,7 @@ def list_keys(
     store: Annotated[
         bool, typer.Option("--store", help="Also say how many checkpoints in the store each site key opens.")
     ] = False,
-    json: _JSON = False,
+    json: Json = False,
 ) -> None:
     """Keys of this node by id, and who else can read new checkpoints. No secret is shown."""
     config = load()
@@ -97,7 +97,7 @@ def rotate(
         bool,
         typer.Option("--stage", help="Only make the next key, opened and not yet used. Copy it to every node."),
     ] = False,
-    json: _JSON = False,
+    json: Json = False,
 ) -> None:
     """Take the staged site key for new checkpoints from now on; the old one stays readable.
 
@@ -126,11 +126,9 @@ def rewrap_checkpoints(
     remove: Annotated[
         list[str] | None, typer.Option("--remove", help="Key id of a recipient who loses his slot.")
     ] = None,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
-    json: _JSON = False,
+    json: Json = False,
 ) -> None:
     """Seal the keys of existing checkpoints anew: for the current site key, and for other recipients. Root.
 

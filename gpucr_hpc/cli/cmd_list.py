@@ -8,16 +8,15 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import CheckpointDir, Json, NoHeader
 from gpucr_hpc.units import format_bytes
 
 
 def list_checkpoints(
     job: Annotated[str | None, typer.Argument(help="Job id; without it, all your jobs.")] = None,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
-    no_header: Annotated[bool, typer.Option("--no-header", help="No line of column names.")] = False,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    checkpoint_dir: CheckpointDir = None,
+    no_header: NoHeader = False,
+    json: Json = False,
 ) -> None:
     """Checkpoints in the store, oldest first. Root and operators see those of all users."""
     answer = ask("list", job=job, directory=checkpoint_dir)

@@ -8,6 +8,7 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import CheckpointDir, Json
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.units import format_bytes, format_duration, parse_duration
 
@@ -24,11 +25,9 @@ def prune(
         str | None,
         typer.Option("--orphans", help="Remove remains of dead writers that have not changed for so long, such as 1d."),
     ] = None,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    json: Json = False,
 ) -> None:
     """Remove checkpoints that neither limit keeps. The newest good one of a job that is not over always stays."""
     if keep_last is None and keep_within is None and orphans is None:

@@ -8,15 +8,14 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import CheckpointDir, Json
 from gpucr_hpc.units import format_bytes
 
 
 def show(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint id, as `gpucr list` prints it.")],
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    checkpoint_dir: CheckpointDir = None,
+    json: Json = False,
 ) -> None:
     """One checkpoint: what it holds and what it needs for a restore."""
     answer = ask("show", checkpoint=checkpoint, directory=checkpoint_dir)

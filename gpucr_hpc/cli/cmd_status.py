@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import Json, NoHeader
 from gpucr_hpc.units import format_bytes, format_duration
 
 _WIDE = 250  # columns of a table that goes into a file or a pipe: nothing is cut off
@@ -24,8 +25,8 @@ _HEAD = ("JOB", "USER", "NODES", "STATE", "RUN", "LAST CHECKPOINT", "AGE", "SIZE
 def status(
     job: Annotated[str | None, typer.Argument(help="Job id, wherever it runs; without it, this node's jobs.")] = None,
     everywhere: Annotated[bool, typer.Option("--all", help="Jobs of all nodes.")] = False,
-    no_header: Annotated[bool, typer.Option("--no-header", help="No line of column names.")] = False,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    no_header: NoHeader = False,
+    json: Json = False,
 ) -> None:
     """Protected jobs: state, last checkpoint, progress; and whether agents can protect any."""
     answer = ask("status", job=job, everywhere=everywhere)

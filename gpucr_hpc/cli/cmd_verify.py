@@ -9,6 +9,7 @@ import typer
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
+from gpucr_hpc.cli.options import CheckpointDir, Json
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.units import format_bytes, format_duration
 
@@ -18,10 +19,8 @@ def verify(
     job: Annotated[str | None, typer.Option("--job", help="All checkpoints of a job.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All your checkpoints.")] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Read and authenticate every byte.")] = False,
-    checkpoint_dir: Annotated[
-        str | None, typer.Option("--checkpoint-dir", help="Store of the job, if it has its own.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help=output.JSON_HELP)] = False,
+    checkpoint_dir: CheckpointDir = None,
+    json: Json = False,
 ) -> None:
     """Check checkpoints: signature, sizes and index; with --deep every byte.
 

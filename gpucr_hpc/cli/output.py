@@ -10,8 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-JSON_HELP = "Print JSON instead of text."
-
 
 def as_json(record: dict[str, Any]) -> None:
     """One JSON object on stdout."""
