@@ -234,19 +234,6 @@ class Nodes(SlurmCommands):
         become = [] if who == "root" else _become(account(self.root(node), who))
         return [*enter, "env", "-i", "-C", home, *env, *become, *argv]
 
-    def exec(
-        self,
-        node: str,
-        argv: Sequence[str],
-        user: str | None = None,
-        stdin: str | None = None,
-        check: bool = True,
-        timeout_s: float | None = None,
-    ) -> proc.Result:
-        """Run a command in a node to its end; ToolFailed when it fails and check is set."""
-        done = proc.run(self.exec_argv(node, argv, user), stdin=stdin or "", timeout_s=timeout_s)
-        return done.check() if check else done
-
     def _need_running(self) -> Running:
         running = self.running()
         if running is None:

@@ -18,7 +18,10 @@ Job = dict[str, Any]
 
 
 class SlurmCommands:
-    """Mixed into Lab, which has `exec`."""
+    """Mixed into Lab, which knows how a command gets into a node."""
+
+    def exec_argv(self, node: str, argv: Sequence[str], user: str | None = None) -> list[str]:
+        raise NotImplementedError
 
     def exec(
         self,
@@ -29,7 +32,9 @@ class SlurmCommands:
         check: bool = True,
         timeout_s: float | None = None,
     ) -> proc.Result:
-        raise NotImplementedError
+        """Run a command in a node to its end; ToolFailed when it fails and check is set."""
+        done = proc.run(self.exec_argv(node, argv, user), stdin=stdin or "", timeout_s=timeout_s)
+        return done.check() if check else done
 
     def sbatch(self, text: str, user: str, *options: str) -> int:
         """Submit a batch script from the user's home on the controller; the job id."""
