@@ -51,6 +51,17 @@ def fds_of(pid: int) -> dict[int, str]:
     return {int(p.name): os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
 
 
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """So many bytes; EOFError when it ends before."""
+    data = b""
+    while len(data) < count:
+        part = sock.recv(count - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data
+
+
 class Peer:
     """Frames over a blocking socket."""
 
@@ -58,19 +69,10 @@ class Peer:
         self.sock = sock
         sock.settimeout(LIMIT_S)
 
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = self.sock.recv(count - len(data))
-            if not part:
-                raise EOFError
-            data += part
-        return data
-
     def receive(self) -> Frame:
         """The next frame; EOFError at the end."""
-        kind, length = wire.parse_header(self._exactly(wire.HEADER.size))
-        return wire.parse_payload(kind, self._exactly(length))
+        kind, length = wire.parse_header(exactly(self.sock, wire.HEADER.size))
+        return wire.parse_payload(kind, exactly(self.sock, length))
 
     def expect(self, kind: Type) -> Frame:
         frame = self.receive()

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from gpucr_hpc.wire import Frame, Type, make
 
-from .capsule_lab import BUILD, LIMIT_S, Peer
+from .capsule_lab import BUILD, LIMIT_S, Peer, exactly
 
 ASAN, RELEASE = BUILD / "asan" / "gpucr-srun", BUILD / "gpucr-srun"
 PROXY = ASAN if ASAN.exists() else RELEASE
@@ -43,25 +43,16 @@ class FakeTask:
 
     def input(self) -> bytes | None:
         """The next piece of input; b"" is its end, None that of the connection."""
-        head = self._exactly(5)
-        if head is None:
+        try:
+            kind, length = struct.unpack("<BI", exactly(self.sock, 5))
+            assert kind == 0
+            return exactly(self.sock, length)
+        except EOFError:
             return None
-        kind, length = struct.unpack("<BI", head)
-        assert kind == 0
-        return self._exactly(length) if length else b""
 
     def all_input(self) -> bytes:
         data = b""
         while part := self.input():
-            data += part
-        return data
-
-    def _exactly(self, count: int) -> bytes | None:
-        data = b""
-        while len(data) < count:
-            part = self.sock.recv(count - len(data))
-            if not part:
-                return None
             data += part
         return data
 

@@ -94,14 +94,19 @@ def test_input_of_one_rank_and_of_none(proxy: ProxyLab) -> None:
     assert 0 == proxy.finish()[0]
 
 
-def test_number_of_tasks_not_known(proxy: ProxyLab) -> None:
-    """The input waits until no more tasks come, or until another plan names their number."""
+def start_with_hello(proxy: ProxyLab) -> None:
+    """As input, for a number of tasks that is not known yet."""
     proxy.start("x", stdin=subprocess.PIPE)
     assert proxy.run.stdin
     proxy.run.stdin.write(b"hello")
     proxy.run.stdin.close()
     proxy.run.stdin = None
     proxy.plan(0, stdin="all")
+
+
+def test_number_of_tasks_not_known(proxy: ProxyLab) -> None:
+    """The input waits until no more tasks come, or until another plan names their number."""
+    start_with_hello(proxy)
     a = proxy.task(0)
     time.sleep(0.3)
     b = proxy.task(1)
@@ -114,12 +119,7 @@ def test_number_of_tasks_not_known(proxy: ProxyLab) -> None:
 
 
 def test_number_of_tasks_never_known(proxy: ProxyLab) -> None:
-    proxy.start("x", stdin=subprocess.PIPE)
-    assert proxy.run.stdin
-    proxy.run.stdin.write(b"hello")
-    proxy.run.stdin.close()
-    proxy.run.stdin = None
-    proxy.plan(0, stdin="all")
+    start_with_hello(proxy)
     a = proxy.task(0)
     assert b"hello" == a.all_input()
     assert b"" == proxy.task(1).all_input()

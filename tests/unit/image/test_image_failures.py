@@ -11,35 +11,13 @@ import sys
 import threading
 
 import pytest
+from image_pair import ID, KEY, reader, writer
 
 from gpucr_hpc.errors import ImageError, IntegrityError, StoreError, StoreFull, UsageError
 from gpucr_hpc.image.chunks import CHUNK_BYTES
-from gpucr_hpc.image.keys import DataKey
-from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
 from gpucr_hpc.store.memory import MemoryStore
 from gpucr_hpc.store.posix import PosixStore
-
-ID = "20261127T232501Z-3f9a"
-KEY = DataKey(b"k" * 32, b"i" * 32)
-
-
-@pytest.fixture(params=["posix", "memory"])
-def store(request, tmp_path):
-    return PosixStore(tmp_path / "store") if request.param == "posix" else MemoryStore()
-
-
-@pytest.fixture
-def staging(store):
-    return store.begin("41", ID)
-
-
-def writer(staging, **values) -> ImageWriter:
-    return ImageWriter(staging.create, **{"checkpoint": ID, "node_rank": 0, "key": KEY, **values})
-
-
-def reader(opened, entry) -> ImageReader:
-    return ImageReader(opened, entry, checkpoint=ID, key=KEY)
 
 
 def test_abort_while_streams_are_written(staging):

@@ -6,12 +6,12 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from counting import Counting
 
 from gpucr_hpc.capsule.processes import read_process
 from gpucr_hpc.config import CudaConfig
@@ -23,53 +23,27 @@ from gpucr_hpc.engine.cuda.node import NodeGpus
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="a pid namespace and ptrace need root here")
 
-# The youngest thread is the driver's for the fake.
-PROGRAM = """
-import mmap, threading, time
+CONFIG = CudaConfig(copy_limit_s=20.0, memory_wait_s=0.0, stop_threads=True)
+HOLD = """
+import mmap
 library = open("libcuda.so.1", "r+b")
 held = mmap.mmap(library.fileno(), 4096)
-def count(name):
-    with open(name, "a", buffering=1) as file:
-        while True:
-            file.write("x")
-            file.flush()
-            time.sleep(0.002)
-threading.Thread(target=count, args=("other",), daemon=True).start()
-threading.Thread(target=count, args=("driver",), daemon=True).start()
-count("main")
 """
-CONFIG = CudaConfig(copy_limit_s=20.0, memory_wait_s=0.0, stop_threads=True)
-NAMES = ("main", "other", "driver")
 
 
-class Nested:
+class Nested(Counting):
     """A process of three threads in a pid namespace of its own, so that all numbers differ from those here."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder, "other", "driver")  # the youngest is the driver's for the fake
         (folder / "libcuda.so.1").write_bytes(b"x" * 4096)
+        program = HOLD + self.program
         self._shell = subprocess.Popen(
-            ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-c", PROGRAM], cwd=folder
+            ["unshare", "--fork", "--pid", "--kill-child", sys.executable, "-c", program], cwd=folder
         )
-        self._wait(lambda: all((folder / name).exists() for name in NAMES))
+        self.wait()
         children = Path(f"/proc/{self._shell.pid}/task/{self._shell.pid}/children").read_text().split()
         self.pid = int(children[0])
-
-    @staticmethod
-    def _wait(condition: Callable[[], bool], limit_s: float = 20.0) -> None:
-        end = time.monotonic() + limit_s
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.01)
-
-    def sizes(self) -> dict[str, int]:
-        return {name: (self.folder / name).stat().st_size for name in NAMES}
-
-    def moving(self) -> set[str]:
-        """Names of the threads that run."""
-        before = self.sizes()
-        time.sleep(0.2)
-        return {name for name, size in self.sizes().items() if size > before[name]}
 
     def close(self) -> None:
         self._shell.kill()
@@ -118,7 +92,7 @@ def test_drivers_thread_alone_while_memory_comes_back(nested):
         assert not back.done()
         await back
         await gpus.go()
-        assert nested.moving() == set(NAMES)
+        assert nested.moving() == set(nested.names)
 
     run(nested, work)
     assert FakeDriver(str(nested.folder)).state(nested.pid) is State.RUNNING
@@ -130,7 +104,7 @@ def test_failed_copy_back_lets_all_threads_go(nested):
         await gpus.checkpoint()
         (nested.folder / "inject").write_text("restore die\n")
         await gpus.resume()
-        assert nested.moving() == set(NAMES)
+        assert nested.moving() == set(nested.names)
 
     run(nested, work)
     assert FakeDriver(str(nested.folder)).state(nested.pid) is State.RUNNING
@@ -140,7 +114,7 @@ def test_without_the_setting_nothing_is_stopped(nested):
     async def work(gpus: NodeGpus) -> None:
         await gpus.lock()
         await gpus.checkpoint()
-        assert nested.moving() == set(NAMES)
+        assert nested.moving() == set(nested.names)
         await gpus.resume()
 
     run(nested, work, replace(CONFIG, stop_threads=False))

@@ -6,41 +6,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from counting import Counting
 
 from gpucr_hpc.engine.cuda import threads
 
-PROGRAM = """
-import sys, threading, time
-def count(name):
-    with open(name, "a", buffering=1) as file:
-        while True:
-            file.write("x")
-            file.flush()
-            time.sleep(0.002)
-threading.Thread(target=count, args=("one",), daemon=True).start()
-threading.Thread(target=count, args=("two",), daemon=True).start()
-count("main")
-"""
 
-
-class Counters:
+class Counters(Counting):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.child = subprocess.Popen([sys.executable, "-c", PROGRAM], cwd=folder)
-        end = time.monotonic() + 20
-        while not all((folder / n).exists() for n in ("one", "two", "main")) and time.monotonic() < end:
-            time.sleep(0.01)
-
-    def moving(self) -> set[str]:
-        """Names of the threads that run."""
-        before = {n: (self.folder / n).stat().st_size for n in ("one", "two", "main")}
-        time.sleep(0.2)
-        return {n for n, size in before.items() if (self.folder / n).stat().st_size > size}
+        super().__init__(folder, "one", "two")
+        self.child = subprocess.Popen([sys.executable, "-c", self.program], cwd=folder)
+        self.wait()
 
 
 @pytest.fixture
