@@ -161,7 +161,11 @@ static int hand_over(int fd, struct scan *asked, uint32_t pid)
 			memory = -1;
 			last_pid = pid;
 		}
+		// walk_end is not always where the kernel stopped: of more than 512 ranges it may be the place of the last 512th
+		// one (seen with Linux 6.18), and what lies behind has been told, too.
 		scan.start = scan.walk_end;
+		if (count && regions[count - 1].end > scan.start)
+			scan.start = regions[count - 1].end;
 	}
 	if (packet.count) {
 		if (say(memory))

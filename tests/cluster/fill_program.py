@@ -125,6 +125,9 @@ def own(mib: int) -> None:
     holes = make("with holes", 16)
     for at in range(0, 16 * MIB, 3 * MIB):
         holes.madvise(mmap.MADV_DONTNEED, at, MIB)
+    pieces = make("in more pieces than the kernel tells at once", 8, advice=mmap.MADV_NOHUGEPAGE)
+    for at in range(0, 8 * MIB, 2 * PAGE):
+        pieces.madvise(mmap.MADV_DONTNEED, at, PAGE)
     for name, prot in (("read only", mmap.PROT_READ), ("not to be touched", 0)):
         make(name, 8)
         protect(kept[name][0], prot)
