@@ -89,10 +89,7 @@ class AgentUnreachable(HostError):
     """cannot reach the gpucr agent at {path}: {reason}"""
 
     exit_code = 13
-    hint = (
-        "on a compute node: start it with `systemctl start gpucr-agent` and look at its journal; "
-        "on a login node, which has none: `srun -N1 gpucr ...`"
-    )
+    hint = "start it with `systemctl start gpucr-agent` and look at its journal"
 
 
 class CapsuleError(HostError):
@@ -129,7 +126,7 @@ class JobNotProtected(SlurmError):
 
     exit_code = 22
     retryable = False
-    hint = "only protected jobs that run can be checkpointed; `gpucr status --all` shows them"
+    hint = "only jobs submitted with --checkpoint-on-preempt can be checkpointed; run this on the job's node"
 
 
 class RequeueFailed(SlurmError):

@@ -10,9 +10,10 @@ Invalid ELF magic", where the vdso was the first executable mapping.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -59,25 +60,17 @@ def without(data: bytes, taken: Sequence[tuple[int, int]]) -> bytes:
     """
     head, entries = _read(data)
     out = [data[: protobuf.MAGIC_BYTES], protobuf.encode(head)]
-    offset = number = 0
+    offset = 0
     for entry in entries:
         if not _present(entry):
             out.append(protobuf.encode(entry))
             continue
         address, pages = _run(entry)
-        at, end = offset, offset + pages * PAGE_BYTES
-        while at < end:
-            while number < len(taken) and taken[number][1] <= at:
-                number += 1
-            begins, ends = taken[number] if number < len(taken) else (end, end)
-            if begins > at:
-                stop = min(begins, end)
-                field = _PAGES if entry.get(_PAGES) else _OLD_PAGES
-                part = entry | {_ADDRESS: address + at - offset, field: (stop - at) // PAGE_BYTES}
-                out.append(protobuf.encode(part))
-                at = stop
-            else:
-                at = min(ends, end)
+        end = offset + pages * PAGE_BYTES
+        field = _PAGES if entry.get(_PAGES) else _OLD_PAGES
+        for at, stop in _outside(offset, end, taken):
+            part = entry | {_ADDRESS: address + at - offset, field: (stop - at) // PAGE_BYTES}
+            out.append(protobuf.encode(part))
         offset = end
     return b"".join(out)
 
@@ -86,17 +79,23 @@ def merged(data: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[bytes, list[
     """The same image with pages that CRIU was not shown, as if it had been, and (address, bytes, whether the range was
     among these) of every run in the order of the pages file.
 
-    ranges: begin and end of them, ascending. Raises ImageError, also when CRIU has one of these pages.
+    ranges: begin and end of them. A page that is in several of them, or that CRIU has, too, is the same page of the
+    same frozen process each time, with the same bytes: it is taken once, from CRIU where CRIU has it, since its pages
+    file has the bytes in any case. Raises ImageError, also when CRIU's own pages are out of order or there twice.
     """
     head, entries = _read(data)
     new = any(entry.get(_PAGES) for entry in entries)
-    added = []
-    for begin, end in ranges:
-        pages = (end - begin) // PAGE_BYTES
-        counts = {_OLD_PAGES: 0, _PAGES: pages} if new else {_OLD_PAGES: pages}
-        added.append({_ADDRESS: begin, _FLAGS: _PRESENT | _LAZY} | counts)
     if any(one[_ADDRESS] > other[_ADDRESS] for one, other in itertools.pairwise(entries)):
         raise ImageError(path="pagemap", reason="its pages are not in the order of their addresses")
+    known = [(at, at + pages * PAGE_BYTES) for at, pages in (_run(entry) for entry in entries if _present(entry))]
+    added = []
+    last = 0
+    for begin, end in sorted(ranges):
+        for at, stop in _outside(max(begin, last), end, known):
+            pages = (stop - at) // PAGE_BYTES
+            counts = {_OLD_PAGES: 0, _PAGES: pages} if new else {_OLD_PAGES: pages}
+            added.append({_ADDRESS: at, _FLAGS: _PRESENT | _LAZY} | counts)
+        last = max(last, end)
     both = sorted([(e, False) for e in entries] + [(e, True) for e in added], key=lambda pair: pair[0][_ADDRESS])
     out = [data[: protobuf.MAGIC_BYTES], protobuf.encode(head)]
     runs: list[tuple[int, int, bool]] = []
@@ -110,6 +109,16 @@ def merged(data: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[bytes, list[
         if _present(entry):
             runs.append((address, pages * PAGE_BYTES, ours))
     return b"".join(out), runs
+
+
+def _outside(begin: int, end: int, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """The parts of a range that are in none of others, which are ascending and apart."""
+    number = bisect.bisect_right(taken, begin, key=lambda other: other[1])
+    while begin < end:
+        first, last = taken[number] if number < len(taken) else (end, end)
+        if begin < first:
+            yield begin, min(first, end)
+        begin, number = last, number + 1
 
 
 def _read(data: bytes) -> tuple[dict[int, int], list[dict[int, int]]]:
