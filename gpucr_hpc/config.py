@@ -26,8 +26,8 @@ class StoreConfig:
     store of his own with --checkpoint-dir. user: account that owns and writes `root` (root is squashed on
     most parallel file systems). keep_last: complete checkpoints kept of a job that runs on.
     full_every: 1 writes every checkpoint in full; n lets up to n - 1 in a row refer to earlier ones for what did not
-    change. packs: files that the image of one node is spread over, 1 to 100; as many as the file system has targets
-    for one file to be on, if each is on one.
+    change. packs: files that the image of one node is spread over, 1 to 100; more where the file system puts each file
+    on one of many storage targets.
     """
 
     root: str = "/var/lib/gpucr/store"
@@ -58,10 +58,11 @@ class KeysConfig:
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """run_dir: sockets and per-job state, on a tmpfs. operators: users who may checkpoint others' jobs.
+    """run_dir: sockets and per-job state, on a tmpfs. operators: users who may see and checkpoint
+    others' jobs.
 
     checkpoint_interval: time from one checkpoint of a job to the next where its user gives no
-    --checkpoint-interval, "0" for none; checkpoint_interval_min: the shortest that a user gets.
+    --checkpoint-interval, "0" for none. checkpoint_interval_min: the shortest that a user gets.
     timeout_margin_s: seconds before the time limit at which a job with --checkpoint-on-timeout leaves, to
     which twice the duration of its last checkpoint is added. timeout_rounds: how often it may do so at most.
 
@@ -86,7 +87,7 @@ class AgentConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """criu: program. ghost_limit_bytes: largest deleted file taken along. freeze_timeout_s: time for the
+    """criu: CRIU's program. ghost_limit_bytes: largest deleted file taken along. freeze_timeout_s: time for the
     tree to stop. dump_timeout_s: longest time for a checkpoint, after which the job runs on without one.
     room_percent: share of a node's free memory in which what was read from a job waits to be sealed, where the job goes
     on after its checkpoint; it goes on as soon as the rest is sealed. pipe_limit_bytes: the agent raises the node's
@@ -105,13 +106,14 @@ class EngineConfig:
 class CudaConfig:
     """GPUs.
 
-    driver: how it is called: cuda.bindings, ctypes, the first that is there, or not at all: "off" takes no care of
-    GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to rest; short, since a rank that waits in
-    a collective for a locked one never does. copy_limit_s: time limit of a copy between GPU and host, to which is
-    added, for each GiB of it, copy_limit_s_per_gib: seconds. memory_wait_s: how long a restore waits for GPU memory
-    that another program holds. nccl_limit_s: how long the ranks of NCCL may take to come to a common point before a
-    checkpoint, and to make their communicators again after it. stop_threads: whether GPU processes are dumped stopped,
-    so that none of their threads runs before GPU memory is back; without it a JAX process dies at its restore.
+    driver: how it is called: by "bindings" (the package cuda-bindings), "ctypes", or the first that is there
+    ("auto"); "off" takes no care of GPUs. lock_timeout_ms: how long one try waits for work on a GPU to come to
+    rest; short, since a rank that waits in a collective for a locked one never does. copy_limit_s: time limit of a
+    copy between GPU and host. copy_limit_s_per_gib: seconds added to it for each GiB that is copied. memory_wait_s:
+    how long a restore waits for GPU memory that another program holds. nccl_limit_s: how long the ranks of NCCL may
+    take to come to a common point before a checkpoint, and to make their communicators again after it.
+    stop_threads: whether GPU processes are dumped stopped, so that none of their threads runs before GPU memory is
+    back; without it a JAX process dies at its restore.
     """
 
     driver: str = "auto"

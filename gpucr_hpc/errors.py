@@ -89,7 +89,10 @@ class AgentUnreachable(HostError):
     """cannot reach the gpucr agent at {path}: {reason}"""
 
     exit_code = 13
-    hint = "start it with `systemctl start gpucr-agent` and look at its journal"
+    hint = (
+        "on a compute node: start it with `systemctl start gpucr-agent` and look at its journal; "
+        "on a login node, which has none: `srun -N1 gpucr ...`"
+    )
 
 
 class CapsuleError(HostError):
@@ -126,7 +129,7 @@ class JobNotProtected(SlurmError):
 
     exit_code = 22
     retryable = False
-    hint = "only jobs submitted with --checkpoint-on-preempt can be checkpointed; run this on the job's node"
+    hint = "only protected jobs that run can be checkpointed; `gpucr status --all` shows them"
 
 
 class RequeueFailed(SlurmError):

@@ -21,7 +21,6 @@ from gpucr_hpc.image.keyfiles import read_public
 app = typer.Typer(help="Keys of the site, and recipients of checkpoints.", no_args_is_help=True)
 
 
-
 @app.command("generate")
 def generate(
     directory: Annotated[Path, typer.Argument(help="Where to put them.")] = Path("/etc/gpucr/keys"),
