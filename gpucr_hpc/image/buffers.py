@@ -13,6 +13,8 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import lz4.block
 
@@ -30,6 +32,8 @@ _vmsplice.restype = ctypes.c_ssize_t
 
 class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+T = TypeVar("T")
 
 _LITTLE_BYTES = 16 << 10
 _SLAB_BYTES = 64 << 20
@@ -86,19 +90,20 @@ class Pool:
             self._free.append(buffer)
 
 
-class PerThread:
-    """One buffer for each thread that asks."""
+class PerThread(Generic[T]):
+    """One thing of a kind for each thread that asks."""
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
         self._local = threading.local()
 
-    def get(self) -> Buffer:
-        """This thread's buffer."""
-        buffer: Buffer | None = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = Buffer(self._size)
-        return buffer
+    def get(self) -> T:
+        """This thread's."""
+        try:
+            mine: T = self._local.mine
+        except AttributeError:
+            mine = self._local.mine = self._make()
+        return mine
 
 
 def lend(fd: int, buffer: Buffer, at: int, size: int) -> int:

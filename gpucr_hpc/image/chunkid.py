@@ -29,12 +29,17 @@ class ChunkIds:
 
     def __init__(self, key: bytes) -> None:
         parts = HKDF(algorithm=SHA256(), length=64, salt=None, info=b"gpucr-v2 chunk ids").derive(key)
-        self._hash, self._key = AESGCM(parts[:32]), parts[32:]
+        #: Of the first step.
+        self.mark_key = parts[:32]
+        self._hash, self._key = AESGCM(self.mark_key), parts[32:]
 
     def __repr__(self) -> str:
         return "ChunkIds(<secret>)"
 
     def of(self, plain: bytes | bytearray | memoryview) -> bytes:
         """16 bytes for the plain bytes of a chunk."""
-        mark = self._hash.encrypt(_NONCE, b"", plain)
+        return self.name(self._hash.encrypt(_NONCE, b"", plain))
+
+    def name(self, mark: bytes) -> bytes:
+        """The id of the chunk that the first step made this of."""
         return hashlib.blake2b(mark, key=self._key, digest_size=ID_BYTES).digest()

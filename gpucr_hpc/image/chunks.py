@@ -14,6 +14,7 @@ from enum import IntEnum
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from gpucr_hpc.image import native
 from gpucr_hpc.image.buffers import Buffer, compress, equal
 
 #: Largest plain chunk. 1 MiB is the size of the largest pipe that a process gets without privilege.
@@ -45,11 +46,11 @@ class ChunkKind(IntEnum):
 class Origin:
     """The image in which chunks are sealed: its key and what binds a chunk to its place."""
 
-    __slots__ = ("_head", "_rank", "_tail", "cipher")
+    __slots__ = ("_head", "_key", "_rank", "_tail", "cipher")
 
     def __init__(self, key: bytes, checkpoint: str, node_rank: int) -> None:
         self.cipher = AESGCM(key)
-        self._rank = node_rank
+        self._key, self._rank = key, node_rank
         self._head, self._tail = b"gpucr-v2 chunk\0", checkpoint.encode()
 
     def nonce(self, pack: int, offset: int) -> bytes:
@@ -59,6 +60,10 @@ class Origin:
     def place(self, pack: int, offset: int, plain_bytes: int, kind: int) -> bytes:
         """The additional data of the chunk at this place, so that it opens nowhere else."""
         return self._head + _PLACE.pack(self._rank, pack, offset, plain_bytes, kind) + self._tail
+
+    def native_place(self, pack: int, offset: int) -> bytes:
+        """Key, nonce and place of chunks from here on, as the C functions want them."""
+        return native.place(self._key, offset, self._rank, pack, self._tail)
 
 
 def nonce(node_rank: int, pack: int, offset: int) -> bytes:

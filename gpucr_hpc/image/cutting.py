@@ -11,6 +11,9 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
+from gpucr_hpc.image import native
+from gpucr_hpc.image.buffers import Buffer
+
 PAGE_BYTES = 4096
 #: No chunk is shorter, except the last one of a stream.
 MIN_PAGES = 32
@@ -21,6 +24,16 @@ MEAN_PAGES = 97
 
 _WORD_BYTES = 8
 _WORDS = PAGE_BYTES // _WORD_BYTES
+
+
+def cut(buffer: Buffer | None, size: int, since: int, before: int) -> tuple[list[int], int]:
+    """Where to cut the first `size` bytes of a buffer, as `cuts` says, and the mark of the last page, or 1."""
+    if buffer is None or size < PAGE_BYTES:
+        return cuts([], since, before), 1
+    if native.library is not None:
+        return native.library.cut(buffer.address, size // PAGE_BYTES, since, before)
+    found = marks(buffer.view[:size])
+    return cuts(found, since, before), found[-1]
 
 
 def marks(view: memoryview) -> list[int]:

@@ -16,10 +16,12 @@ import threading
 from typing import BinaryIO
 
 from gpucr_hpc.errors import store_error
+from gpucr_hpc.image import native
 
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
-_MAX_WORKERS = 8  # more were slower on 16 processors: they wait for the interpreter (docs/gpu.md)
+_MAX_WORKERS = 16
+_MAX_PYTHON_WORKERS = 8  # more were slower on 16 processors: they wait for the interpreter
 _BEHIND_BYTES = 16 << 20
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2)
 _sync_file_range = ctypes.CDLL(None).sync_file_range
@@ -27,8 +29,9 @@ _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctype
 
 
 def default_workers() -> int:
-    """Threads that work on chunks: the cores this process may use, 2 to 8."""
-    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
+    """Threads that work on chunks: the cores this process may use, 2 to 16."""
+    limit = _MAX_PYTHON_WORKERS if native.library is None else _MAX_WORKERS
+    return max(2, min(limit, len(os.sched_getaffinity(0))))
 
 
 def widen_pipe(fd: int, size_bytes: int = PIPE_BYTES) -> int:
@@ -62,15 +65,16 @@ class PlacedFile:
     def __init__(self, file: BinaryIO, path: str) -> None:
         self.path = path
         self._file = file
-        self._fd = _descriptor(file)
+        #: None for what is in memory.
+        self.fd = _descriptor(file)
         self._lock = threading.Lock()
         self._unsynced = 0
 
     def size(self) -> int:
         """Size in bytes."""
         try:
-            if self._fd is not None:
-                return os.fstat(self._fd).st_size
+            if self.fd is not None:
+                return os.fstat(self.fd).st_size
             with self._lock:
                 return self._file.seek(0, os.SEEK_END)
         except OSError as error:
@@ -81,8 +85,8 @@ class PlacedFile:
         done = 0
         try:
             while done < len(room):
-                if self._fd is not None:
-                    count = os.preadv(self._fd, [room[done:]], offset + done)
+                if self.fd is not None:
+                    count = os.preadv(self.fd, [room[done:]], offset + done)
                 else:
                     with self._lock:
                         self._file.seek(offset + done)
@@ -99,16 +103,16 @@ class PlacedFile:
     def write_at(self, data: memoryview | bytes, offset: int) -> None:
         """Write all of `data` at `offset`. Now and then the kernel is asked to begin with the disk's part, so that
         little is left for sync."""
-        if self._fd is not None:
+        if self.fd is not None:
             self._unsynced += len(data)
             if self._unsynced >= _BEHIND_BYTES:
                 self._unsynced = 0
-                _sync_file_range(self._fd, 0, 0, _START_WRITING)
+                _sync_file_range(self.fd, 0, 0, _START_WRITING)
         left = memoryview(data)
         try:
             while left:
-                if self._fd is not None:
-                    count = os.pwrite(self._fd, left, offset)
+                if self.fd is not None:
+                    count = os.pwrite(self.fd, left, offset)
                 else:
                     with self._lock:
                         self._file.seek(offset)
@@ -121,8 +125,8 @@ class PlacedFile:
     def sync(self) -> None:
         """fsync, where there is something to sync."""
         try:
-            if self._fd is not None:
-                os.fsync(self._fd)
+            if self.fd is not None:
+                os.fsync(self.fd)
             else:
                 self._file.flush()
         except OSError as error:

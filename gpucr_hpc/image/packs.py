@@ -6,12 +6,12 @@ Who calls: parts, on several threads; writer, at the end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from gpucr_hpc.errors import GpucrError, ImageError
-from gpucr_hpc.image import layout
+from gpucr_hpc.image import layout, native
 from gpucr_hpc.image.base import MAX_KNOWN
 from gpucr_hpc.image.buffers import Buffer, PerThread
 from gpucr_hpc.image.chunkid import ID_BYTES, ChunkIds
@@ -19,6 +19,23 @@ from gpucr_hpc.image.chunks import CHUNK_BYTES, TAG_BYTES, ChunkKind, Origin, is
 from gpucr_hpc.image.files import PlacedFile
 
 _ZERO_TAG, _ZERO_ID = bytes(TAG_BYTES), bytes(ID_BYTES)
+
+
+class Piece(NamedTuple):
+    """A chunk's plain bytes: `size` of a buffer from `at` on."""
+
+    buffer: Buffer
+    at: int
+    size: int
+
+
+def _room() -> Buffer:
+    """For what is stored of a part, and of the chunk that began before it."""
+    return Buffer(2 * CHUNK_BYTES)
+
+
+def _zero(size: int) -> bytes:
+    return layout.RECORD.pack(0, 0, size, 0, 0, ChunkKind.ZERO, _ZERO_TAG, _ZERO_ID)
 
 
 class Packs:
@@ -39,7 +56,8 @@ class Packs:
         self._files: list[PlacedFile] = []
         self.ends: list[int] = []
         self.bytes_stored = 0
-        self._packed, self._sealed = PerThread(CHUNK_BYTES), PerThread(CHUNK_BYTES + TAG_BYTES)
+        self._packed, self._sealed = PerThread(_room), PerThread(_room)
+        self._tables = PerThread(native.Table)
         try:
             for name, head in heads.items():
                 self.add(name, head)
@@ -57,10 +75,15 @@ class Packs:
         self.ends.append(len(data))
         self.bytes_stored += len(data)
 
-    def store(self, buffer: Buffer, at: int, size: int) -> bytes:
-        """The record of a chunk that is in the store when this returns, or was there before."""
+    def store(self, pieces: Sequence[Piece]) -> bytes:
+        """The records of at most MAX_CHUNKS chunks, which are in the store when this returns, or were before."""
+        if native.library is None:
+            return b"".join([self._store_one(*piece) for piece in pieces])
+        return b"".join(self._store_all(native.library, pieces)) if pieces else b""
+
+    def _store_one(self, buffer: Buffer, at: int, size: int) -> bytes:
         if is_zero(buffer, at, size):
-            return layout.RECORD.pack(0, 0, size, 0, 0, ChunkKind.ZERO, _ZERO_TAG, _ZERO_ID)
+            return _zero(size)
         plain = buffer.view[at : at + size]
         name = self._ids.of(plain)
         known = self._known.get(name)
@@ -77,12 +100,46 @@ class Packs:
         sealed = seal(origin.cipher, origin.nonce(pack, offset), payload, place, self._sealed.get())
         self._files[pack].write_at(sealed[:length], offset)
         record = layout.RECORD.pack(offset, length, size, pack, 0, kind, bytes(sealed[length:]), name)
+        self._stored(pack, length, {name: record})
+        return record
+
+    def _store_all(self, library: native.Native, pieces: Sequence[Piece]) -> list[bytes]:
+        count, table = len(pieces), self._tables.get()
+        for number, (buffer, at, size) in enumerate(pieces):
+            table.put(number, (buffer.address + at, size, 0, ChunkKind.ZERO, 0, _ZERO_TAG))
+        library.mark(self._ids.mark_key, table, count)
+        names: list[bytes] = []
+        fresh: dict[bytes, bytes] = {}
+        for number, row in enumerate(table.rows(count)):
+            name = _ZERO_ID if row.kind == ChunkKind.ZERO else self._ids.name(row.tag)
+            names.append(name)
+            if row.kind == ChunkKind.ZERO or name in self._known or name in fresh:
+                table.put(number, row._replace(skip=1))
+            else:
+                fresh[name] = b""
+        if fresh:
+            packed, sealed = self._packed.get(), self._sealed.get()
+            length = library.pack(table, count, packed.address, packed.size)
+            pack, offset = self._place(length)
+            library.seal(self.origin.native_place(pack, offset), table, count, packed.address, sealed.address)
+            self._files[pack].write_at(sealed.view[:length], offset)
+            for name, row in zip(names, table.rows(count), strict=True):
+                if not row.skip:
+                    fresh[name] = layout.RECORD.pack(offset, row.length, row.size, pack, 0, row.kind, row.tag, name)
+                    offset += row.length
+            self._stored(pack, length, fresh)
+        return [
+            fresh.get(name) or (self._known[name] if name != _ZERO_ID else _zero(piece.size))
+            for name, piece in zip(names, pieces, strict=True)
+        ]
+
+    def _stored(self, pack: int, length: int, records: Mapping[bytes, bytes]) -> None:
+        """So many bytes are in a pack; records of chunks by id."""
         with self._lock:
             self._writers[pack] -= 1
             self.bytes_stored += length
             if len(self._known) < MAX_KNOWN:
-                self._known[name] = record
-        return record
+                self._known.update(records)
 
     def _place(self, length: int) -> tuple[int, int]:
         """Pack and offset for so many bytes: where the fewest threads write, since the kernel lets one at a time write

@@ -15,7 +15,7 @@ from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image import cutting
 from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, copy
 from gpucr_hpc.image.chunks import CHUNK_BYTES
-from gpucr_hpc.image.packs import Packs
+from gpucr_hpc.image.packs import Packs, Piece
 from gpucr_hpc.image.relay import Relay
 
 _SMALL_BYTES = 64 << 10  # sealed where it was read: a hand-over costs as much, and its buffer would be mostly air
@@ -36,7 +36,7 @@ class Means:
 
     def __init__(self, packs: Packs, buffers: Pool, relay: Relay, path: str) -> None:
         self.packs, self.buffers, self.relay = packs, buffers, relay
-        self.joint = PerThread(CHUNK_BYTES)
+        self.joint = PerThread(lambda: Buffer(CHUNK_BYTES))
         self.lock = threading.Lock()
         self.failure: GpucrError | None = None
         self._path = path
@@ -146,9 +146,7 @@ class Part:
             left, mark = before._left, before._mark
             self._joined = before if left else None
         if self._pages:
-            marks = cutting.marks(self._buffer.view[: self._size]) if self._buffer is not None else []
-            self._mark = marks[-1] if marks else 1
-            pages = cutting.cuts(marks, left // cutting.PAGE_BYTES, mark)
+            pages, self._mark = cutting.cut(self._buffer, self._size, left // cutting.PAGE_BYTES, mark)
             self._ends = [page * cutting.PAGE_BYTES for page in pages]
             if self._last and left + self._size > 0 and self._ends[-1:] != [self._size]:
                 self._ends.append(self._size)
@@ -163,36 +161,38 @@ class Part:
         """Have its chunks stored and their records put; a failure is the image's."""
         try:
             self._settle()
-            records, at = [], 0
-            for end in self._ends:
-                self._means.check()
-                records.append(self._store(at, end))
-                at = end
-            self._put(self._number, b"".join(records))
+            self._means.check()
+            before, self._joined = self._joined, None
+            try:
+                self._put(self._number, self._means.packs.store(self._pieces(before)))
+            finally:
+                if before is not None:
+                    before._let_go()
         except Exception as error:
             self._means.fail(error)
         finally:
             self._let_go()
 
-    def _store(self, at: int, end: int) -> bytes:
-        before, self._joined = self._joined, None
-        packs = self._means.packs
-        if before is None:
+    def _pieces(self, before: Part | None) -> list[Piece]:
+        """Where its chunks are. before: the part in which the first one began."""
+        pieces, at, ends = [], 0, self._ends
+        if before is not None:
+            assert before._buffer is not None
+            begin, size, end = before._ends[-1], before._left, ends[0]
+            if end:
+                assert self._buffer is not None
+                joint = self._means.joint.get()
+                copy(before._buffer, begin, size, joint, 0)
+                copy(self._buffer, 0, end, joint, size)
+                pieces.append(Piece(joint, 0, size + end))
+            else:
+                pieces.append(Piece(before._buffer, begin, size))
+            at, ends = end, ends[1:]
+        for end in ends:
             assert self._buffer is not None
-            return packs.store(self._buffer, at, end - at)
-        # This chunk began in the part before.
-        assert before._buffer is not None
-        at, size = before._ends[-1], before._left
-        try:
-            if not end:
-                return packs.store(before._buffer, at, size)
-            assert self._buffer is not None
-            joint = self._means.joint.get()
-            copy(before._buffer, at, size, joint, 0)
-            copy(self._buffer, 0, end, joint, size)
-            return packs.store(joint, 0, size + end)
-        finally:
-            before._let_go()
+            pieces.append(Piece(self._buffer, at, end - at))
+            at = end
+        return pieces
 
     def _let_go(self) -> None:
         with self._means.lock:

@@ -18,7 +18,7 @@ PACKAGES = (
     # the product
     "python3", "python3-lz4", "python3-cryptography", "python3-typer", "python3-rich", "python3-pyroute2",
     # the C parts, with gcc's AddressSanitizer run time (a dependency of gcc)
-    "gcc", "libc6-dev", "make",
+    "gcc", "libc6-dev", "make", "libssl-dev", "liblz4-dev",
     # workloads
     "python3-numpy", "mpich", "libmpich-dev",
     # the build steps below

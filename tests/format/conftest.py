@@ -6,9 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from chunks_library import set_library
 from image_samples import Checkpoint, contents
 
 from gpucr_hpc.image.keys import DataKey
+
+
+@pytest.fixture(params=["python", "c"], autouse=True)
+def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who takes the steps of chunks."""
+    set_library(request.param, monkeypatch)
+    return str(request.param)
 
 
 @pytest.fixture

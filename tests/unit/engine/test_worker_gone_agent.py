@@ -24,11 +24,11 @@ def test_what_nobody_will_publish_is_not_sealed_to_its_end(tmp_path, monkeypatch
     reached, gone, stored = threading.Event(), threading.Event(), []
     store = packs.Packs.store
 
-    def slow(files, buffer, at, size):
-        stored.append(size)
+    def slow(files, pieces):
+        stored.append(pieces)
         reached.set()
         assert gone.wait(LIMIT_S)
-        return store(files, buffer, at, size)
+        return store(files, pieces)
 
     give_up = writer.ImageWriter.give_up
 

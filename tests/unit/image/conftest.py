@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import pytest
+from chunks_library import set_library
 from image_pair import ID
 
 from gpucr_hpc.store.memory import MemoryStore
 from gpucr_hpc.store.posix import PosixStore
+
+
+@pytest.fixture(params=["python", "c"], autouse=True)
+def steps(request, monkeypatch):
+    """Who takes the steps of chunks."""
+    set_library(request.param, monkeypatch)
+    return request.param
 
 
 @pytest.fixture(params=["posix", "memory"])

@@ -14,6 +14,7 @@ import pytest
 from image_pair import ID, KEY, reader, writer
 
 from gpucr_hpc.errors import ImageError, IntegrityError, StoreError, StoreFull, UsageError
+from gpucr_hpc.image import native
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.writer import ImageWriter
 from gpucr_hpc.store.memory import MemoryStore
@@ -154,7 +155,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
         assert data == back.read("a")
 
 
-def test_read_error_of_the_disk_is_a_store_error(tmp_path, monkeypatch):
+def test_read_error_of_the_disk_is_a_store_error(tmp_path, monkeypatch, steps):
     """EIO from a pack is a StoreError that names it, not damage."""
     staging = PosixStore(tmp_path).begin("41", ID)
     image = writer(staging)
@@ -165,6 +166,8 @@ def test_read_error_of_the_disk_is_a_store_error(tmp_path, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with reader(staging.open, image.finish()) as back:
+        if steps == "c":
+            monkeypatch.setattr(native.Native, "open", lambda *_: (errno.EIO, b""))
         monkeypatch.setattr("gpucr_hpc.image.files.os.preadv", broken)
         with pytest.raises(StoreError, match=r"r0000-p0.\.pack: Input/output error"):
             back.read("a")

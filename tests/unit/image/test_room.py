@@ -61,8 +61,8 @@ def test_nothing_is_sealed_before_the_end_when_all_fits_in():
 def test_nothing_is_cut_before_the_end_when_all_fits_in(monkeypatch):
     """The job stands still until all is read: whatever can wait does. Parts come in any order."""
     cut = []
-    marks = cutting.marks
-    monkeypatch.setattr(cutting, "marks", lambda view: cut.append(len(view)) or marks(view))
+    places = cutting.cut
+    monkeypatch.setattr(cutting, "cut", lambda buffer, size, *rest: cut.append(size) or places(buffer, size, *rest))
     data = os.urandom(5 * CHUNK_BYTES + 20 * cutting.PAGE_BYTES)
     held = Held(room=8, expected=6)
     source, sink = os.pipe()

@@ -1,0 +1,136 @@
+"""The steps of many chunks in one call of C, for threads that work side by side.
+
+Who calls: parts, packs and reader. Python's lock is given away and fetched again for each step of each chunk otherwise,
+and with eight threads that is what they wait for. libgpucr_chunks.so (spank_plugin/chunks.c) takes the same steps;
+where it is not installed, `library` is None, and `cutting` and `chunks` do them, with the same result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from pathlib import Path
+from typing import NamedTuple
+
+from gpucr_hpc.errors import ImageError
+
+LIBRARY = Path("/usr/lib/gpucr/libgpucr_chunks.so")
+_VERSION = 1
+# On some processors older ones encrypt at half the speed of the package cryptography's; with few processors that costs
+# more than Python's lock.
+_FAST_OPENSSL = 0x30500000
+_MANY_PROCESSORS = 4
+#: Chunks of one part, at most: one that began before it, and those of 32 pages in its mebibyte.
+MAX_CHUNKS = 10
+_ENDS = 16
+
+# struct chunk and struct place of chunks.c
+_CHUNK = struct.Struct("=QIIBB6x16s")
+_PLACE = struct.Struct("=32sQHHH128s2x")
+
+#: What `Native.open` found other than a chunk; a positive number is the error number of the read.
+SHORT, FORGED, NOT_EXPANDED = -1, -2, -3
+
+
+class Row(NamedTuple):
+    """A chunk in a table. skip: nothing is to be done with it. tag: what `mark` found, then what `seal` made."""
+
+    address: int
+    size: int
+    length: int
+    kind: int
+    skip: int
+    tag: bytes
+
+
+class Table:
+    """Chunks that C works on."""
+
+    __slots__ = ("_hold", "address")
+
+    def __init__(self) -> None:
+        self._hold = bytearray(_CHUNK.size * MAX_CHUNKS)
+        self.address = ctypes.addressof((ctypes.c_char * len(self._hold)).from_buffer(self._hold))
+
+    def put(self, number: int, row: tuple[int, int, int, int, int, bytes]) -> None:
+        """Set one row."""
+        _CHUNK.pack_into(self._hold, number * _CHUNK.size, *row)
+
+    def rows(self, count: int) -> list[Row]:
+        """The first `count` rows as they are now."""
+        return list(map(Row._make, _CHUNK.iter_unpack(memoryview(self._hold)[: count * _CHUNK.size])))
+
+
+def place(key: bytes, offset: int, rank: int, pack: int, checkpoint: bytes) -> bytes:
+    """Where chunks lie and what binds them to it."""
+    assert len(checkpoint) <= 128
+    return _PLACE.pack(key, offset, rank, pack, len(checkpoint), checkpoint)
+
+
+class Native:
+    """The library; `path`: its file. Any thread may call. openssl: the version's number. Raises OSError when it cannot
+    be loaded, or is of another version."""
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        address, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+        if library.gpucr_chunks_version() != _VERSION:
+            raise OSError(f"{path} is of another version: make -C spank_plugin install")
+        library.gpucr_chunks_openssl.restype = ctypes.c_ulong
+        self.openssl = int(library.gpucr_chunks_openssl())
+        self._mark, self._pack = library.gpucr_chunks_mark, library.gpucr_chunks_pack
+        self._seal, self._open = library.gpucr_chunks_seal, library.gpucr_chunks_open
+        # It takes less time than giving the interpreter's lock away and getting it back.
+        self._cut = ctypes.PyDLL(str(path)).gpucr_chunks_cut
+        self._cut.argtypes, self._cut.restype = (address, size, size, address, address), size
+        self._mark.argtypes = (ctypes.c_char_p, address, size)
+        self._pack.argtypes, self._pack.restype = (address, size, address, size), size
+        self._seal.argtypes = (ctypes.c_char_p, address, size, address, address)
+        self._open.argtypes = (ctypes.c_char_p, address, number, *(address,) * 3, ctypes.c_char_p, address)
+
+    def cut(self, address: int, pages: int, since: int, before: int) -> tuple[list[int], int]:
+        """As cutting.cuts does with cutting.marks: numbers of pages, and 0 or 1 for the last page's mark."""
+        ends, empty = (ctypes.c_uint32 * _ENDS)(), ctypes.c_int(not before)
+        count = self._cut(address, pages, since, ctypes.byref(empty), ends)
+        return ends[:count], int(not empty.value)
+
+    def mark(self, key: bytes, table: Table, count: int) -> None:
+        """Set kind (ZERO, RAW) and tag (its mark, chunkid.ChunkIds.name) of chunks."""
+        self._check(self._mark(key, table.address, count))
+
+    def pack(self, table: Table, count: int, room: int, size: int) -> int:
+        """Put LZ4 blocks, where that pays, at `room`; sets kind and length. Bytes that are to be stored."""
+        return int(self._pack(table.address, count, room, size))
+
+    def seal(self, where: bytes, table: Table, count: int, packed: int, room: int) -> None:
+        """Encrypt at `room`, one after another, what lies at its place or, packed, at `packed`; sets tag."""
+        self._check(self._seal(where, table.address, count, packed, room))
+
+    def open(
+        self, where: bytes, table: Table, fd: int, sealed: int, opened: int, plain: int, key: bytes | None
+    ) -> tuple[int, bytes]:
+        """Read the table's first chunk from a file (fd -1: it is at `sealed`), decrypt and expand it to `plain`. 0 or
+        what was wrong, and the mark of the plain bytes under `key`."""
+        mark = ctypes.create_string_buffer(16)
+        failed = self._open(where, table.address, fd, sealed, opened, plain, key, mark)
+        if failed not in (SHORT, FORGED, NOT_EXPANDED):
+            self._check(min(failed, 0))
+        return failed, mark.raw
+
+    def _check(self, status: int) -> None:
+        if status:
+            raise ImageError(path=str(LIBRARY), reason="OpenSSL failed")
+
+
+def load(path: Path = LIBRARY) -> Native | None:
+    """The library, if it is installed and pays here."""
+    try:
+        found = Native(path)
+    except (OSError, AttributeError):
+        return None
+    pays = found.openssl >= _FAST_OPENSSL or len(os.sched_getaffinity(0)) >= _MANY_PROCESSORS
+    return found if pays else None
+
+
+library = load()

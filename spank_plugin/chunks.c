@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: Apache-2.0
+// libgpucr_chunks.so: what is done with the chunks of an image, each step for all chunks of a part in one call.
+//
+// Who calls: gpucr_hpc/image/native.py, which has the same tables; where this library is not installed, Python takes the
+// same steps chunk by chunk, with the same result. A thread that calls gives Python's lock away and has to get it back:
+// with eight threads that took most of the time. Nothing here keeps state, and any thread may call.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <lz4.h>
+#include <openssl/crypto.h>
+#include <openssl/evp.h>
+#include <stdint.h>
+#include <string.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+enum { VERSION = 1 };  // of what is below; native.py refuses another one
+enum kind { ZERO, RAW, LZ4 };
+enum { PAGE_BYTES = 4096, WORDS = PAGE_BYTES / 8, MIN_PAGES = 32, MAX_PAGES = 256, MEAN_PAGES = 97 };
+enum { SAMPLE_BYTES = 16 << 10, SAMPLES = 4 };
+enum { NONCE_BYTES = 12, TAG_BYTES = 16, MAX_NAME_BYTES = 128 };
+enum failure { SHORT = -1, FORGED = -2, NOT_EXPANDED = -3, BROKEN = -4 };
+
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers in an image are little-endian");
+
+// length: bytes stored. tag: what `mark` found, then what `seal` made.
+struct chunk {
+	const unsigned char *plain;
+	uint32_t size, length;
+	uint8_t kind, skip;
+	uint8_t unused[6];
+	unsigned char tag[TAG_BYTES];
+};
+
+// Where chunks lie, and what they are encrypted with. name: of the checkpoint.
+struct place {
+	unsigned char key[32];
+	uint64_t offset;
+	uint16_t rank, pack, name_bytes;
+	char name[MAX_NAME_BYTES];
+};
+
+EXPORT unsigned gpucr_chunks_version(void)
+{
+	return VERSION;
+}
+
+// The number of the OpenSSL that is used, 0xMNN00PP0.
+EXPORT unsigned long gpucr_chunks_openssl(void)
+{
+	return OpenSSL_version_num();
+}
+
+// --- where a part is cut ------------------------------------------------------------------------------------
+
+// Whether a page ends a chunk, by two of its words, and whether it looks like zero.
+static int is_mark(const uint64_t *page)
+{
+	return (page[0] % MEAN_PAGES + page[WORDS / 2] % MEAN_PAGES) % MEAN_PAGES == 1;
+}
+
+static int looks_empty(const uint64_t *page)
+{
+	return !(page[0] | page[WORDS / 2]);
+}
+
+// Puts the numbers of the pages at whose beginning to cut into `ends`, which has room for pages / MIN_PAGES + 2; how many.
+// since, empty: pages behind the last cut that come before these, and whether the last of them looks like zero; `empty`
+// then says that of the last page here.
+EXPORT size_t gpucr_chunks_cut(const uint64_t *words, size_t pages, size_t since, int *empty, uint32_t *ends)
+{
+	size_t found = 0;
+	int64_t last = -(int64_t)since;
+	int was = since ? *empty : -1;
+	for (size_t page = 0; page <= pages; page++) {
+		const uint64_t *next = words + page * WORDS;
+		int is = page < pages ? looks_empty(next) : -1;
+		if ((page && is_mark(next - WORDS)) || (is >= 0 && was >= 0 && is != was)) {
+			while ((int64_t)page - last > MAX_PAGES)
+				ends[found++] = last += MAX_PAGES;
+			if ((int64_t)page - last >= MIN_PAGES)
+				ends[found++] = last = page;
+		}
+		if (is >= 0)
+			*empty = was = is;
+	}
+	while ((int64_t)pages - last >= MAX_PAGES)
+		ends[found++] = last += MAX_PAGES;
+	return found;
+}
+
+// --- into the store -----------------------------------------------------------------------------------------
+
+static EVP_CIPHER_CTX *cipher(const unsigned char *key, int encrypt)
+{
+	EVP_CIPHER_CTX *context = EVP_CIPHER_CTX_new();
+	if (context && EVP_CipherInit_ex(context, EVP_aes_256_gcm(), NULL, key, NULL, encrypt))
+		return context;
+	EVP_CIPHER_CTX_free(context);
+	return NULL;
+}
+
+// GMAC: the tag of data that is authenticated only, under a fixed nonce.
+static int gmac(EVP_CIPHER_CTX *context, const unsigned char *data, size_t size, unsigned char *tag)
+{
+	static const unsigned char nonce[NONCE_BYTES];
+	int count;
+	return EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_EncryptUpdate(context, NULL, &count, data, size) &&
+	       EVP_EncryptFinal_ex(context, tag, &count) && EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, tag);
+}
+
+// Finds out which chunks are zero, and the mark of each other one. 0, or BROKEN.
+EXPORT int gpucr_chunks_mark(const unsigned char *key, struct chunk *chunks, size_t count)
+{
+	EVP_CIPHER_CTX *context = cipher(key, 1);
+	int done = context != NULL;
+	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
+		c->kind = !c->size || (!*c->plain && !memcmp(c->plain, c->plain + 1, c->size - 1)) ? ZERO : RAW;
+		if (c->kind == RAW)
+			done = gmac(context, c->plain, c->size, c->tag);
+	}
+	EVP_CIPHER_CTX_free(context);
+	return done ? 0 : BROKEN;
+}
+
+// The length of a chunk's LZ4 block in `room`, or 0 where it is not below 7/8 of the size. Some samples decide whether it is
+// tried at all.
+static int squeeze(const struct chunk *c, char *room, size_t capacity)
+{
+	const char *plain = (const char *)c->plain;
+	size_t limit = ((size_t)c->size * 7 - 1) / 8;
+	if (c->size < 2 || limit > capacity || SAMPLE_BYTES > capacity)
+		return 0;
+	if (c->size >= 2 * SAMPLES * SAMPLE_BYTES) {
+		size_t step = (c->size - SAMPLE_BYTES) / (SAMPLES - 1), sum = 0;
+		for (int i = 0; i < SAMPLES; i++) {
+			int got = LZ4_compress_fast(plain + i * step, room, SAMPLE_BYTES, SAMPLE_BYTES, 1);
+			sum += got ? got : SAMPLE_BYTES;
+		}
+		if (sum * 8 >= (size_t)SAMPLES * SAMPLE_BYTES * 7)
+			return 0;
+	}
+	return LZ4_compress_fast(plain, room, c->size, limit, 1);
+}
+
+// Puts the LZ4 blocks of chunks that are not to be skipped into `room`, one after another. The bytes that will be stored.
+EXPORT size_t gpucr_chunks_pack(struct chunk *chunks, size_t count, char *room, size_t capacity)
+{
+	size_t total = 0;
+	for (struct chunk *c = chunks; c < chunks + count; c++) {
+		if (c->skip)
+			continue;
+		int length = squeeze(c, room, capacity);
+		c->kind = length ? LZ4 : RAW;
+		c->length = length ? (uint32_t)length : c->size;
+		room += length;
+		capacity -= length;
+		total += c->length;
+	}
+	return total;
+}
+
+// Nonce and additional data of a chunk, as docs/format.md has them; the length of the latter.
+static size_t bind(const struct place *p, uint64_t offset, uint32_t size, uint8_t kind, unsigned char *nonce, unsigned char *data)
+{
+	static const char head[] = "gpucr-v2 chunk";  // its end belongs to it
+	unsigned char *at = data;
+	memcpy(nonce, &p->rank, 2);
+	memcpy(nonce + 2, &p->pack, 2);
+	memcpy(nonce + 4, &offset, 8);
+	at = mempcpy(at, head, sizeof(head));
+	at = mempcpy(at, nonce, NONCE_BYTES);
+	at = mempcpy(at, &size, 4);
+	*at++ = kind;
+	at = mempcpy(at, p->name, p->name_bytes);
+	return at - data;
+}
+
+// Encrypts chunks that are not to be skipped into `room`, one after another, as for a pack from p->offset on.
+// packed: where `pack` has put their blocks. 0, or BROKEN.
+EXPORT int gpucr_chunks_seal(const struct place *p, struct chunk *chunks, size_t count, const unsigned char *packed, unsigned char *room)
+{
+	unsigned char nonce[NONCE_BYTES], data[64 + MAX_NAME_BYTES];
+	EVP_CIPHER_CTX *context = cipher(p->key, 1);
+	uint64_t offset = p->offset;
+	int done = context != NULL, n;
+	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
+		if (c->skip)
+			continue;
+		const unsigned char *payload = c->kind == LZ4 ? packed : c->plain;
+		size_t length = bind(p, offset, c->size, c->kind, nonce, data);
+		done = EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_EncryptUpdate(context, NULL, &n, data, length) &&
+		       EVP_EncryptUpdate(context, room, &n, payload, c->length) && EVP_EncryptFinal_ex(context, room + n, &n) &&
+		       EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, c->tag);
+		packed += c->kind == LZ4 ? c->length : 0;
+		room += c->length;
+		offset += c->length;
+	}
+	EVP_CIPHER_CTX_free(context);
+	return done ? 0 : BROKEN;
+}
+
+// --- and back -----------------------------------------------------------------------------------------------
+
+static int read_all(int fd, unsigned char *room, size_t size, uint64_t offset)
+{
+	while (size) {
+		ssize_t got = pread(fd, room, size, offset);
+		if (got < 0 && errno == EINTR)
+			continue;
+		if (got <= 0)
+			return got ? errno : SHORT;
+		room += got, offset += got, size -= got;
+	}
+	return 0;
+}
+
+static int decrypt(const struct place *p, const struct chunk *c, const unsigned char *sealed, unsigned char *target)
+{
+	unsigned char nonce[NONCE_BYTES], data[64 + MAX_NAME_BYTES];
+	size_t length = bind(p, p->offset, c->size, c->kind, nonce, data);
+	EVP_CIPHER_CTX *context = cipher(p->key, 0);
+	int n = 0, done = BROKEN;
+	if (context && EVP_DecryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_DecryptUpdate(context, NULL, &n, data, length) &&
+	    EVP_DecryptUpdate(context, target, &n, sealed, c->length) &&
+	    EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_SET_TAG, TAG_BYTES, (void *)c->tag))
+		done = EVP_DecryptFinal_ex(context, target + n, &n) > 0 ? 0 : FORGED;
+	EVP_CIPHER_CTX_free(context);
+	return done;
+}
+
+// Reads a chunk from a file, unless fd is -1 and it is in `sealed` already, and puts its plain bytes into `plain`, and their
+// mark, under mark_key if there is one, into `mark`. sealed, opened: room for what is stored. 0, the error number of the
+// read, or a failure.
+EXPORT int gpucr_chunks_open(const struct place *p, const struct chunk *c, int fd, unsigned char *sealed, unsigned char *opened, unsigned char *plain, const unsigned char *mark_key, unsigned char *mark)
+{
+	int failed = fd < 0 ? 0 : read_all(fd, sealed, c->length, p->offset);
+	if (!failed)
+		failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
+	if (!failed && c->kind == LZ4 &&
+	    LZ4_decompress_safe((const char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
+		failed = NOT_EXPANDED;
+	if (!failed && mark_key) {
+		EVP_CIPHER_CTX *context = cipher(mark_key, 1);
+		failed = context && gmac(context, plain, c->size, mark) ? 0 : BROKEN;
+		EVP_CIPHER_CTX_free(context);
+	}
+	return failed;
+}
