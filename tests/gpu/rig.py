@@ -30,6 +30,7 @@ from gpucr_hpc.capsule import Geometry, build, namespace_processes
 from gpucr_hpc.capsule.capsule import Identity
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
 from gpucr_hpc.engine import large
+from gpucr_hpc.image import native
 from gpucr_hpc.image.keyfiles import generate_keys
 from gpucr_hpc.wire import Frame, Type, make
 
@@ -269,7 +270,7 @@ def install(tools: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tools / "bin" / source, target)
         target.chmod(0o755)
-    for library in (INTERPOSER, large.PLUGIN):
+    for library in (INTERPOSER, large.PLUGIN, native.LIBRARY):
         if (tools / "lib" / library.name).exists():
             shutil.copy(tools / "lib" / library.name, library)
             library.chmod(0o755)
