@@ -334,7 +334,7 @@ class Manifest:
 
 def _table(value: object, keys: set[str], what: str) -> Json:
     table = _plain_table(value)
-    if set(table) != keys:
+    if table.keys() != keys:
         odd = sorted(set(table) ^ keys)[0]
         raise ValueError(f"{what}: key {odd!r} is {'unknown' if odd in table else 'missing'}")
     return table

@@ -2,22 +2,16 @@
 
 The certificate is made from that key and from nothing else, so every agent makes the same one, trusts only it, and
 no clock, no file and no authority is needed. One connection carries the requests of one operation, one after
-another; its end tells the other side that the operation is over, wherever it stood.
-
-A message is its length (u32, little endian) and a JSON object. `version` in each is that of all that agents say to each
-other; who reads another one than its own acts on nothing of it. Length, JSON and `version` are in every version.
+another; its end tells the other side that the operation is over, wherever it stood. How requests and answers travel:
+agent/connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import asyncio.sslproto
 import contextlib
-import json
 import os
-import socket
 import ssl
-import struct
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
@@ -27,25 +21,19 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from gpucr_hpc import errors, wire
+from gpucr_hpc import errors
+from gpucr_hpc.agent.connection import VERSION, Connection, Message, OtherVersion
 from gpucr_hpc.errors import CoordinationError, GpucrError, PeerLost, PeerVersion
 from gpucr_hpc.image.keys import SigningKey
 from gpucr_hpc.log import Log
 
 log = Log(__name__)
 
-#: Raised when an agent of before would misunderstand a request or an answer, or miss something in it.
-VERSION = 1
-_MAX_MESSAGE_BYTES = 64 << 20
 _CONNECT_LIMIT_S = 10.0
-_PROBE_AFTER_S, _PROBES = 4, 3  # a peer that is silent for 16 s is gone: well within Slurm's KillWait of 30 s
 # While an agent works at a request it says so now and then: one that hangs is told from one that has much to do.
 ALIVE_S, SILENCE_S = 3.0, 20.0
 _ALIVE = {"alive": True}
 _NAME = "gpucr-agent"
-# asyncio gives each connection a buffer of this size for what it has decrypted; its own 256 KiB for each of a thousand
-# nodes are 256 MiB that must be cleared first.
-asyncio.sslproto.SSLProtocol.max_size = 16 << 10
 
 Request = dict[str, Any]
 
@@ -83,35 +71,9 @@ def tls_context(key: SigningKey, *, server: bool) -> ssl.SSLContext:
         file.write(public + private)
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    if server:
+        context.num_tickets = 0  # nobody resumes a session, and they would come with the first answer
     return context
-
-
-class _OtherVersion(Exception):
-    """A message of an agent that speaks another version."""
-
-    def __init__(self, version: object) -> None:
-        super().__init__(f"version {version}")
-        self.version = version
-
-
-async def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    data = json.dumps(message | {"version": VERSION}).encode()
-    writer.write(struct.pack("<I", len(data)) + data)
-    await writer.drain()
-
-
-async def _receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The next message without its version, None at the end of the connection."""
-    try:
-        (length,) = struct.unpack("<I", await reader.readexactly(4))
-        if length > _MAX_MESSAGE_BYTES:
-            raise ConnectionError(f"message of {length} bytes")
-        message: dict[str, Any] = json.loads(await reader.readexactly(length))
-    except asyncio.IncompleteReadError:
-        return None
-    if (version := message.pop("version", 0)) != VERSION:
-        raise _OtherVersion(version)
-    return message
 
 
 class Session:
@@ -135,62 +97,98 @@ class Session:
 
 async def serve(address: str, port: int, key: SigningKey, session: Callable[[], Session]) -> asyncio.Server:
     """Listen for other agents."""
+    running: set[asyncio.Task[None]] = set()  # the event loop alone does not keep them
 
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        current = session()
-        _notice_dead_peer(writer)
-        try:
-            await _serve(current, reader, writer)
-        except _OtherVersion as other:
-            log.warning("an agent of another version is not heard", node=_from(writer), version=other.version)
-            with contextlib.suppress(OSError, ssl.SSLError):
-                await _send(writer, {})  # who reads it finds our version
-        except (OSError, ssl.SSLError, ValueError) as error:
-            log.warning("agent connection broken", error=repr(error))
-        finally:
-            writer.close()
-            await asyncio.shield(current.close())
+    def connected() -> _Served:
+        return _Served(session, running)
 
     context = tls_context(key, server=True)
-    return await asyncio.start_server(wire.ends_quietly(handle), address, port, ssl=context, backlog=512)
+    return await asyncio.get_running_loop().create_server(connected, address, port, ssl=context, backlog=512)
 
 
-async def _serve(session: Session, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer one request after another. The connection's end is noticed also while one is being carried out."""
-    following = asyncio.ensure_future(_receive(reader))
-    try:
-        while (message := await following) is not None:
-            following = asyncio.ensure_future(_receive(reader))
-            work = asyncio.ensure_future(_answer(session, message))
-            try:
-                either = {work, following}
-                while not (await asyncio.wait(either, timeout=ALIVE_S, return_when=asyncio.FIRST_COMPLETED))[0]:
-                    await _send(writer, _ALIVE)
-                if not work.done() and message["do"] in session.interruptible:
-                    return  # nobody asks for more before the answer: it is the end
-                await _send(writer, await work)
-            finally:
-                work.cancel()
-                await asyncio.wait({work})
-    finally:
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
+class _Served(Connection):
+    """The server's side of one connection: answers one request after another, in one task.
 
+    The connection's end is noticed also while a request is carried out.
+    """
 
-def _from(writer: asyncio.StreamWriter) -> str:
-    """Address of the other side."""
-    peer = writer.get_extra_info("peername")
-    return str(peer[0]) if peer else "?"
+    def __init__(self, session: Callable[[], Session], running: set[asyncio.Task[None]]) -> None:
+        super().__init__()
+        self._make, self._running = session, running
+        self._next: Message | None = None
+        self._coming: asyncio.Future[None] | None = None
+        self._at_work: str | None = None
+        self._sign: asyncio.TimerHandle | None = None
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._session = self._make()
+        self._task = asyncio.ensure_future(self._serve())
+        self._running.add(self._task)
+        self._task.add_done_callback(self._running.discard)
 
-def _notice_dead_peer(writer: asyncio.StreamWriter) -> None:
-    """A node that lost power or its network ends no connection: without this its peers would wait for ever."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_AFTER_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _PROBE_AFTER_S * (_PROBES + 1))
+    async def _serve(self) -> None:
+        try:
+            while (message := await self._request()) is not None:
+                self._at_work = str(message.get("do"))
+                if self._given_up:
+                    return
+                if self._sign is None:
+                    self._sign = asyncio.get_running_loop().call_later(ALIVE_S, self._say_alive)
+                answer = await _answer(self._session, message)
+                self._at_work = None
+                self.send(answer)
+        finally:
+            self._at_work = None
+            self.close()
+            await asyncio.shield(self._session.close())
+
+    async def _request(self) -> Message | None:
+        """The next request, None at the end of the connection."""
+        if self._next is None and not self._ended:
+            self._coming = asyncio.get_running_loop().create_future()
+            await self._coming
+        message, self._next = self._next, None
+        return message
+
+    @property
+    def _given_up(self) -> bool:
+        """Nobody waits for the answer any more, and what is asked for may be left half done."""
+        return self._ended and self._at_work in self._session.interruptible
+
+    def _say_alive(self) -> None:
+        """Never later than ALIVE_S after a request was begun; one timer serves many short ones."""
+        self._sign = None
+        if self._at_work is not None and not self._ended:
+            self.send(_ALIVE)
+            self._sign = asyncio.get_running_loop().call_later(ALIVE_S, self._say_alive)
+
+    def heard(self, message: Message) -> None:
+        if self._at_work is not None or self._next is not None:
+            raise ConnectionError("a request came before the answer to the last one")
+        self._next = message
+        self._wake()
+
+    def ended(self, error: Exception | None) -> None:
+        if isinstance(error, OtherVersion):
+            log.warning("an agent of another version is not heard", node=self._from(), version=error.version)
+            self.send({})  # who reads it finds our version
+        elif error is not None:
+            log.warning("agent connection broken", node=self._from(), error=repr(error))
+        if self._sign is not None:
+            self._sign.cancel()
+        if self._given_up:
+            self._task.cancel()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._coming is not None and not self._coming.done():
+            self._coming.set_result(None)
+
+    def _from(self) -> str:
+        """Address of the other side."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if peer else "?"
 
 
 async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:
@@ -205,51 +203,81 @@ async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:
         return {"error": {"id": "GpucrError", "fields": {"reason": repr(error)}}}
 
 
-class Peer:
+class Peer(Connection):
     """The client's side of one operation with one other agent."""
 
-    def __init__(self, job: str, node: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._job, self._node, self._reader, self._writer = job, node, reader, writer
+    def __init__(self, job: str, node: str) -> None:
+        super().__init__()
+        self._job, self._node = job, node
         self._turn = asyncio.Lock()
-        self._cut_off = False
+        self._answer: asyncio.Future[Message] | None = None  # while a call waits for it
+        self._lost: GpucrError | None = None  # why no call is answered any more
+        self._last_word = 0.0
+        self._watch: asyncio.TimerHandle | None = None
 
     async def call(self, verb: str, **fields: Any) -> Any:
         """Make a request; raise the other side's error, PeerVersion, or PeerLost when it does not answer any more.
 
         A call that is cancelled ends the connection: the next answer would be taken for that of another request.
         """
-        if self._cut_off:
-            raise PeerLost(job=self._job, node=self._node, reason="an earlier request was cut off")
-        try:
-            async with self._turn:
-                await _send(self._writer, {"do": verb, "fields": fields})
-                answer: dict[str, Any] | None = _ALIVE
-                while answer == _ALIVE:
-                    answer = await asyncio.wait_for(_receive(self._reader), SILENCE_S)
-        except TimeoutError:
-            self._cut_off = True
-            self.close()
-            reason = f"it does not say a word for {SILENCE_S:.0f} s"
-            raise PeerLost(job=self._job, node=self._node, reason=reason) from None
-        except asyncio.CancelledError:
-            self._cut_off = True
-            self.close()
-            raise
-        except _OtherVersion as other:
-            raise PeerVersion(node=self._node, theirs=other.version, ours=VERSION) from None
-        except (OSError, ssl.SSLError) as error:
-            raise PeerLost(job=self._job, node=self._node, reason=error) from None
-        if answer is None:
-            raise PeerLost(job=self._job, node=self._node, reason=f"it closed the connection during {verb!r}")
+        async with self._turn:
+            if self._lost is not None:
+                raise self._lost
+            loop = asyncio.get_running_loop()
+            self._answer, self._last_word = loop.create_future(), loop.time()
+            if self._watch is None:
+                self._watch = loop.call_later(SILENCE_S, self._look)
+            self.send({"do": verb, "fields": fields})
+            try:
+                answer = await self._answer
+            except asyncio.CancelledError:
+                self._lose("an earlier request was cut off")
+                self.close()
+                raise
+            finally:
+                self._answer = None
         if "error" in answer:
             kind = getattr(errors, answer["error"]["id"], GpucrError)
             raise kind(**answer["error"]["fields"])
         return answer["ok"]
 
-    @property
-    def alive(self) -> bool:
-        """Whether the other side has not ended the connection, as far as is known here."""
-        return not self._reader.at_eof() and not self._writer.is_closing()
+    def _lose(self, reason: object) -> None:
+        if self._lost is None:
+            self._lost = PeerLost(job=self._job, node=self._node, reason=reason)
+
+    def _look(self) -> None:
+        """Whether there was a word within SILENCE_S; one timer serves many short calls."""
+        self._watch = None
+        if self._answer is None or self._ended:
+            return
+        loop = asyncio.get_running_loop()
+        left_s = self._last_word + SILENCE_S - loop.time()
+        if left_s > 0:
+            self._watch = loop.call_later(left_s, self._look)
+            return
+        self._lose(f"it does not say a word for {SILENCE_S:.0f} s")
+        self._fail()
+        self.close()
+
+    def _fail(self) -> None:
+        if self._answer is not None and not self._answer.done():
+            assert self._lost is not None
+            self._answer.set_exception(self._lost)
+
+    def heard(self, message: Message) -> None:
+        if self._answer is None:
+            raise ConnectionError("an answer came to no request")
+        self._last_word = asyncio.get_running_loop().time()
+        if message != _ALIVE and not self._answer.done():
+            self._answer.set_result(message)
+
+    def ended(self, error: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        if isinstance(error, OtherVersion) and self._lost is None:
+            self._lost = PeerVersion(node=self._node, theirs=error.version, ours=VERSION)
+        self._lose("it closed the connection" if error is None else error)
+        self._fail()
 
     async def end(self, verb: str, limit_s: float, **fields: Any) -> None:
         """Make the last request and close; must not raise. A node that does not answer sees the connection's end."""
@@ -259,14 +287,6 @@ class Peer:
             why = str(error) or f"no answer within {limit_s:.0f} s"
             log.warning("a node was not told of the end", job=self._job, node=self._node, order=verb, error=why)
         self.close()
-
-    def close(self) -> None:
-        self._writer.close()
-
-    async def closed(self) -> None:
-        """Wait until the connection is closed, by whichever side."""
-        with contextlib.suppress(OSError, ssl.SSLError):
-            await self._writer.wait_closed()
 
 
 class Connector:
@@ -279,14 +299,13 @@ class Connector:
     async def open(self, job: str, node: str, address: str) -> Peer:
         """Connect to the agent of a node; raise PeerLost."""
         try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(address, self._port, ssl=self._context, server_hostname=_NAME),
-                _CONNECT_LIMIT_S,
+            opening = asyncio.get_running_loop().create_connection(
+                lambda: Peer(job, node), address, self._port, ssl=self._context, server_hostname=_NAME
             )
+            _, peer = await asyncio.wait_for(opening, _CONNECT_LIMIT_S)
         except (OSError, ssl.SSLError, TimeoutError) as error:
             raise PeerLost(job=job, node=node, reason=str(error) or type(error).__name__) from None
-        _notice_dead_peer(writer)
-        return Peer(job, node, reader, writer)
+        return peer
 
     async def keep_ready(self, job: str, nodes: Sequence[tuple[str, str]]) -> None:
         """Hold a connection to each of these nodes, (name, address), for the job's next operation, until `forget`.

@@ -196,9 +196,10 @@ async def _all(participants: Sequence[Participant], phase: str, budget: Budget) 
     try:
         await _within(asyncio.gather(*tasks), phase, budget)
     finally:
-        for task in tasks:
+        left = [task for task in tasks if not task.done()]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 async def _within(work: Awaitable[_Result], phase: str, budget: Budget) -> _Result:

@@ -36,8 +36,9 @@ def encode(manifest: Manifest, signing_key: SigningKey) -> bytes:
             reason=f"checkpoint {manifest.checkpoint} is of format 1, which has no protection against other holders "
             "of its data key: it cannot be opened to anybody but the site"
         )
+    table = manifest.as_dict()
     try:
-        body = canonical_json(manifest.as_dict())
+        body = canonical_json(table)
     except (TypeError, ValueError) as error:
         raise UsageError(reason=f"the manifest is not JSON: {error}") from None
     public = signing_key.public
@@ -45,7 +46,7 @@ def encode(manifest: Manifest, signing_key: SigningKey) -> bytes:
     data = head + signing_key.sign(_CONTEXT + head + body) + body
     if len(data) > MAX_MANIFEST_BYTES:
         raise UsageError(reason=f"the manifest has {len(data)} bytes, more than {MAX_MANIFEST_BYTES}")
-    if decode(data, "manifest", [public]).as_dict() != manifest.as_dict():
+    if decode(data, "manifest", [public]).as_dict() != table:
         raise UsageError(reason="the manifest does not read back as it was written")
     return data
 

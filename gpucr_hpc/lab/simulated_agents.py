@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from gpucr_hpc.agent import peers
+from gpucr_hpc.agent import daemon, peers
 from gpucr_hpc.agent.remote import RemoteParticipant
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings, checkpoint
 from gpucr_hpc.image import manifest as manifest_file
@@ -197,6 +197,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("nodes", type=int, help="of the job, the lead's own included")
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(args)
+    daemon.collect_seldom()  # as an agent does; the process of the other nodes inherits it
     print(json.dumps(measure(options.nodes, options.rounds)))
     return 0
 

@@ -185,11 +185,37 @@ def test_a_peer_that_works_long_is_waited_for_and_one_that_hangs_is_not(monkeypa
     assert with_peer(case) == ["slow begins", "slow done", "slow begins", "slow given up", "closed"]
 
 
+def test_signs_of_life_are_for_long_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One timer serves all requests of a connection: after it has run out in vain, the next long one has its signs."""
+    monkeypatch.setattr(peers, "ALIVE_S", 0.02)
+    monkeypatch.setattr(peers, "SILENCE_S", 0.2)
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        for _ in range(3):
+            assert await peer.call("echo", word="a") == "a"
+            await asyncio.sleep(0.05)
+        asyncio.get_running_loop().call_later(0.5, hold.set)
+        await peer.call("slow")
+
+    assert with_peer(case) == ["slow begins", "slow done", "closed"]
+
+
+def test_long_messages_come_whole() -> None:
+    """In pieces, both ways."""
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        word = "\u00fc" * (3 << 20)
+        assert await peer.call("echo", word=word) == word
+        assert await peer.call("echo", word="a") == "a"
+
+    assert with_peer(case) == ["closed"]
+
+
 def test_a_silent_peer_is_noticed() -> None:
     """Both ends probe: a node without power sends no end of a connection."""
 
     async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
-        sock = peer._writer.get_extra_info("socket")
+        sock = peer._transport.get_extra_info("socket")
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert 0 < sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 20_000
 
@@ -238,6 +264,34 @@ def test_a_request_of_another_version_is_not_carried_out(version: dict[str, int]
     asyncio.run(asyncio.wait_for(case(), 10))
 
 
+@pytest.mark.parametrize(
+    ("sent", "did"),
+    [
+        (2 * [{"do": "slow", "fields": {}, "version": peers.VERSION}], ["slow begins", "slow given up", "closed"]),
+        ([[1]], ["closed"]),
+        ([b"\xff{"], ["closed"]),
+        ([None], ["closed"]),
+    ],
+    ids=["too early", "no object", "no text", "too long"],
+)
+def test_what_no_agent_sends_ends_the_connection(sent: list[Any], did: list[str]) -> None:
+    """Of which nothing is kept in memory or left running."""
+
+    async def case() -> None:
+        async with served(held(let_go=False)) as (port, journal):
+            context, name = peers.tls_context(KEY, server=False), "gpucr-agent"
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=name)
+            for number, message in enumerate(sent):
+                data = message if isinstance(message, bytes) else json.dumps(message).encode()
+                writer.write(struct.pack("<I", len(data) if message is not None else 1 << 31) + data)
+                await until(lambda number=number: len(journal) > number)  # type: ignore[misc]
+            assert await reader.read() == b""
+            await until(lambda: journal == did)
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(case(), 10))
+
+
 def test_an_answer_of_another_version_says_so() -> None:
     """Whatever it says, it is not taken for an answer; the error names node and versions."""
 
@@ -254,6 +308,27 @@ def test_an_answer_of_another_version_says_so() -> None:
             await peer.call("echo", word="a")
         assert "same gpucr-hpc" in caught.value.advice()
         peer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(case(), 10))
+
+
+def test_an_answer_that_nobody_asked_for_ends_the_connection() -> None:
+    """It would be taken for that of the next request."""
+
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = json.dumps({"version": peers.VERSION, "ok": "a"}).encode()
+        writer.write(struct.pack("<I", len(data)) + data)
+        await reader.read()
+        writer.close()
+
+    async def case() -> None:
+        server = await asyncio.start_server(other, "127.0.0.1", 0, ssl=peers.tls_context(KEY, server=True))
+        peer = await Connector(KEY, server.sockets[0].getsockname()[1]).open("7", "n2", "127.0.0.1")
+        await until(lambda: not peer.alive)
+        with pytest.raises(PeerLost, match="no request"):
+            await peer.call("echo", word="a")
+        await peer.closed()
         server.close()
 
     asyncio.run(asyncio.wait_for(case(), 10))
