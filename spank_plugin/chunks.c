@@ -230,21 +230,50 @@ static int decrypt(const struct place *p, const struct chunk *c, const unsigned 
 	return done;
 }
 
-// Reads a chunk from a file, unless fd is -1 and it is in `sealed` already, and puts its plain bytes into `plain`, and their
-// mark, under mark_key if there is one, into `mark`. sealed, opened: room for what is stored. 0, the error number of the
-// read, or a failure.
-EXPORT int gpucr_chunks_open(const struct place *p, const struct chunk *c, int fd, unsigned char *sealed, unsigned char *opened, unsigned char *plain, const unsigned char *mark_key, unsigned char *mark)
+// Opens chunks, each at its place in a file, until one fails; *count says how many were opened. A chunk's plain bytes go to
+// where it says, their mark, under mark_key if there is one, into its tag. fd -1: it is in `sealed` already. sealed, opened:
+// room for what is stored of one. 0, the error number of a read, or a failure.
+EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct chunk *chunks, size_t *count, unsigned char *sealed, unsigned char *opened, const unsigned char *mark_key)
 {
-	int failed = fd < 0 ? 0 : read_all(fd, sealed, c->length, p->offset);
-	if (!failed)
-		failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
-	if (!failed && c->kind == LZ4 &&
-	    LZ4_decompress_safe((const char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
-		failed = NOT_EXPANDED;
-	if (!failed && mark_key) {
-		EVP_CIPHER_CTX *context = cipher(mark_key, 1);
-		failed = context && gmac(context, plain, c->size, mark) ? 0 : BROKEN;
-		EVP_CIPHER_CTX_free(context);
+	EVP_CIPHER_CTX *context = mark_key ? cipher(mark_key, 1) : NULL;
+	size_t wanted = *count;
+	int failed = mark_key && !context ? BROKEN : 0;
+	for (*count = 0; !failed && *count < wanted; *count += !failed) {
+		const struct place *p = places + *count;
+		struct chunk *c = chunks + *count;
+		unsigned char *plain = (unsigned char *)c->plain;
+		failed = fds[*count] < 0 ? 0 : read_all(fds[*count], sealed, c->length, p->offset);
+		if (!failed)
+			failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
+		if (!failed && c->kind == LZ4 && LZ4_decompress_safe((char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
+			failed = NOT_EXPANDED;
+		if (!failed && mark_key && !gmac(context, plain, c->size, c->tag))
+			failed = BROKEN;
 	}
+	EVP_CIPHER_CTX_free(context);
 	return failed;
+}
+
+// Memory that is to be written to a file at `to`.
+struct span {
+	const unsigned char *from;
+	uint64_t to, size;
+};
+
+// Writes spans, until one fails: *failed says at which place. 0, an error number, or SHORT.
+EXPORT int gpucr_chunks_put(int fd, const struct span *spans, size_t count, uint64_t *failed)
+{
+	for (const struct span *s = spans; s < spans + count; s++) {
+		for (uint64_t done = 0; done < s->size;) {
+			ssize_t put = pwrite(fd, s->from + done, s->size - done, s->to + done);
+			if (put < 0 && errno == EINTR)
+				continue;
+			if (put <= 0) {
+				*failed = s->to + done;
+				return put ? errno : SHORT;
+			}
+			done += put;
+		}
+	}
+	return 0;
 }

@@ -14,11 +14,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.errors import RestoreFailed
-from gpucr_hpc.image.chunks import ChunkKind
-from gpucr_hpc.image.files import default_workers
+from gpucr_hpc.image.buffers import Buffer
+from gpucr_hpc.image.chunks import CHUNK_BYTES, ChunkKind
+from gpucr_hpc.image.files import default_workers, write_spans
+from gpucr_hpc.image.native import SHORT
 from gpucr_hpc.image.reader import ImageReader
 
 #: A thread takes this much of one process at a time: with less two of them would often be in one huge page.
@@ -34,7 +37,8 @@ def fill(
     stopped: threading.Event,
     processors: Sequence[int] = (),
 ) -> int:
-    """Write what of `parts` is not zero; the bytes written. Each thread has three buffers of a chunk.
+    """Write what of `parts` is not zero; the bytes written. Each thread has a buffer for a span and three
+    of a chunk.
 
     memories: descriptors of /proc/PID/mem by pid inside the namespace. stopped: set by another thread, it ends the
     fill. processors: those of the job. Raises RestoreFailed when a process is gone or the fill was stopped,
@@ -48,14 +52,14 @@ def fill(
         if near:
             with contextlib.suppress(OSError):  # none of them is allowed here
                 os.sched_setaffinity(0, near)
-        written = 0
+        written, room = 0, Buffer(SPAN_BYTES + CHUNK_BYTES)
         try:
-            for part, number, offset in spans:
+            for span in spans:
                 if stopped.is_set():
                     raise RestoreFailed(reason="the fill of its memory was given up", log="none")
                 if failed.is_set():
                     break
-                written += _write(reader, part, number, offset, memories[part.pid])
+                written += _write(reader, span, memories[span.part.pid], room)
         except BaseException:
             failed.set()
             raise
@@ -66,60 +70,58 @@ def fill(
         return sum(done.result() for done in [pool.submit(work) for _ in range(threads)])
 
 
+class Span(NamedTuple):
+    """Chunks of one process: their numbers, and where they begin in its pages file."""
+
+    part: Part
+    numbers: list[int]
+    offsets: list[int]
+
+
 class _Spans:
-    """Hands out chunks and their offsets: each iterator gets neighbours, SPAN_BYTES of them, before it asks again."""
+    """Hands out neighbours, SPAN_BYTES of them and what more the last chunk has; any number of threads may ask."""
 
     def __init__(self, parts: Sequence[Part], reader: ImageReader) -> None:
         self._lock = threading.Lock()
         self._spans = (span for part in parts for span in _cut(part, reader))
 
-    def __iter__(self) -> Iterator[tuple[Part, int, int]]:
+    def __iter__(self) -> Iterator[Span]:
         while True:
             with self._lock:
                 span = next(self._spans, None)
             if span is None:
                 return
-            yield from span
-
-
-def _cut(part: Part, reader: ImageReader) -> Iterator[list[tuple[Part, int, int]]]:
-    span: list[tuple[Part, int, int]] = []
-    for number, (offset, _, kind) in enumerate(reader.index.streams[part.pages].places()):
-        if span and offset >= span[0][2] + SPAN_BYTES:
             yield span
-            span = []
+
+
+def _cut(part: Part, reader: ImageReader) -> Iterator[Span]:
+    numbers: list[int] = []
+    offsets: list[int] = []
+    for number, (offset, _, kind) in enumerate(reader.index.streams[part.pages].places()):
+        if offsets and offset >= offsets[0] + SPAN_BYTES:
+            yield Span(part, numbers, offsets)
+            numbers, offsets = [], []
         if number in part.left_out and kind != ChunkKind.ZERO:  # as fresh memory is
-            span.append((part, number, offset))
-    if span:
-        yield span
+            numbers.append(number)
+            offsets.append(offset)
+    if numbers:
+        yield Span(part, numbers, offsets)
 
 
-def _write(reader: ImageReader, part: Part, number: int, offset: int, memory: int) -> int:
-    """Put one chunk into its places; its size in bytes."""
-    written = 0
-
-    def put(piece: memoryview) -> None:
-        nonlocal written
-        for begin, end, address in part.addresses(offset, len(piece)):
-            _write_all(part.pid, memory, piece[begin:end], address)
-            written += end - begin
-
-    reader.use(part.pages, number, put)
-    return written
-
-
-def _write_all(pid: int, memory: int, data: memoryview, address: int) -> None:
-    while data:
-        try:
-            count = os.pwrite(memory, data, address)
-        except OSError as error:
-            raise RestoreFailed(
-                reason=f"memory of process {pid} at {address:#x} cannot be filled: {error.strerror}", log="none"
-            ) from None
-        if not count:
-            reason = f"process {pid} died while its memory was filled; is the job's memory limit too small?"
-            raise RestoreFailed(reason=reason, log="none")
-        data, address = data[count:], address + count
+def _write(reader: ImageReader, span: Span, memory: int, room: Buffer) -> int:
+    """Put chunks into their places; their size in bytes."""
+    part = span.part
+    spans: list[tuple[int, int, int]] = []
+    for offset, (at, size) in zip(span.offsets, reader.open_into(part.pages, span.numbers, room), strict=True):
+        spans += ((at + begin, address, end - begin) for begin, end, address in part.addresses(offset, size))
+    status, address = write_spans(memory, room, spans)
+    if status == SHORT:
+        reason = f"process {part.pid} died while its memory was filled; is the job's memory limit too small?"
+        raise RestoreFailed(reason=reason, log="none")
+    if status:
+        reason = f"memory of process {part.pid} at {address:#x} cannot be filled: {os.strerror(status)}"
+        raise RestoreFailed(reason=reason, log="none")
+    return sum(size for _, _, size in spans)
 
 
 def _near(processors: Sequence[int]) -> set[int]:

@@ -14,12 +14,11 @@ from gpucr_hpc.image.parts import Part
 
 
 class Crew:
-    """`threads` threads. room: parts that may wait to be sealed, besides two for each thread. hold: seal nothing before
-    `begin`."""
+    """`threads` threads. places: parts that may be in work or wait for it. hold: seal nothing before `begin`."""
 
-    def __init__(self, threads: int, *, room: int, hold: bool, name: str) -> None:
+    def __init__(self, threads: int, *, places: int, hold: bool, name: str) -> None:
         self.sealing = not hold
-        self._places = threading.BoundedSemaphore(2 * threads + room)
+        self._places = threading.BoundedSemaphore(places)
         self._lock = threading.Lock()
         self._held: list[Part] = []
         self._ended = False

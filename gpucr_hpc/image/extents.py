@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from gpucr_hpc.errors import MemoryUnreadable
-from gpucr_hpc.image.chunks import CHUNK_BYTES
 
 
 class Extent(NamedTuple):
@@ -44,17 +43,17 @@ class Extents:
         """Nothing is held."""
 
 
-def parts(extents: Iterable[Extent]) -> Iterator[tuple[int, Extents]]:
-    """Sizes and sources of the parts of a stream: CHUNK_BYTES each, but for the last one."""
+def parts(extents: Iterable[Extent], part_bytes: int) -> Iterator[tuple[int, Extents]]:
+    """Sizes and sources of the parts of a stream: `part_bytes` each, but for the last one."""
     some: list[Extent] = []
-    left = CHUNK_BYTES
+    left = part_bytes
     for fd, position, size in extents:
         while size:
             count = min(size, left)
             some.append(Extent(fd, position, count))
             position, size, left = position + count, size - count, left - count
             if not left:
-                yield CHUNK_BYTES, Extents(some)
-                some, left = [], CHUNK_BYTES
+                yield part_bytes, Extents(some)
+                some, left = [], part_bytes
     if some:
-        yield CHUNK_BYTES - left, Extents(some)
+        yield part_bytes - left, Extents(some)

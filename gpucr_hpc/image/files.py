@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import os
 import select
 import stat
 import threading
+from collections.abc import Sequence
 from typing import BinaryIO
 
 from gpucr_hpc.errors import store_error
 from gpucr_hpc.image import native
+from gpucr_hpc.image.buffers import Buffer
 
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
@@ -57,6 +60,24 @@ def _descriptor(file: BinaryIO) -> int | None:
         return file.fileno()
     except (OSError, AttributeError):
         return None
+
+
+def write_spans(fd: int, buffer: Buffer, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+    """Write pieces of a buffer (offset in it, offset in the file, size) until one fails: 0, an error number or
+    native.SHORT, and the offset in the file that failed."""
+    if native.library is not None:
+        return native.library.put(fd, [(buffer.address + at, to, size) for at, to, size in spans])
+    for at, to, size in spans:
+        done = 0
+        while done < size:
+            try:
+                count = os.pwrite(fd, buffer.view[at + done : at + size], to + done)
+            except OSError as error:
+                return error.errno or errno.EIO, to + done
+            if not count:
+                return native.SHORT, to + done
+            done += count
+    return 0, 0
 
 
 class PlacedFile:

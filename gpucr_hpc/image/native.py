@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,20 +22,22 @@ _VERSION = 1
 # more than Python's lock.
 _FAST_OPENSSL = 0x30500000
 _MANY_PROCESSORS = 4
-#: Chunks of one part, at most: one that began before it, and those of 32 pages in its mebibyte.
-MAX_CHUNKS = 10
-_ENDS = 16
+#: Chunks in one table, at most: those of 32 pages in 4 MiB, and two more.
+MAX_CHUNKS = 34
+_ENDS = MAX_CHUNKS + 2
 
-# struct chunk and struct place of chunks.c
+# struct chunk, struct place and struct span of chunks.c
 _CHUNK = struct.Struct("=QIIBB6x16s")
 _PLACE = struct.Struct("=32sQHHH128s2x")
+_SPAN = struct.Struct("=QQQ")
 
 #: What `Native.open` found other than a chunk; a positive number is the error number of the read.
 SHORT, FORGED, NOT_EXPANDED = -1, -2, -3
 
 
 class Row(NamedTuple):
-    """A chunk in a table. skip: nothing is to be done with it. tag: what `mark` found, then what `seal` made."""
+    """A chunk in a table. skip: nothing is to be done with it. tag: what `mark` found, then what `seal` made, or what
+    `open` is to find."""
 
     address: int
     size: int
@@ -87,7 +90,9 @@ class Native:
         self._mark.argtypes = (ctypes.c_char_p, address, size)
         self._pack.argtypes, self._pack.restype = (address, size, address, size), size
         self._seal.argtypes = (ctypes.c_char_p, address, size, address, address)
-        self._open.argtypes = (ctypes.c_char_p, address, number, *(address,) * 3, ctypes.c_char_p, address)
+        self._open.argtypes = (ctypes.c_char_p, *(address,) * 5, ctypes.c_char_p)
+        self._put = library.gpucr_chunks_put
+        self._put.argtypes = (number, ctypes.c_char_p, size, address)
 
     def cut(self, address: int, pages: int, since: int, before: int) -> tuple[list[int], int]:
         """As cutting.cuts does with cutting.marks: numbers of pages, and 0 or 1 for the last page's mark."""
@@ -108,15 +113,31 @@ class Native:
         self._check(self._seal(where, table.address, count, packed, room))
 
     def open(
-        self, where: bytes, table: Table, fd: int, sealed: int, opened: int, plain: int, key: bytes | None
-    ) -> tuple[int, bytes]:
-        """Read the table's first chunk from a file (fd -1: it is at `sealed`), decrypt and expand it to `plain`. 0 or
-        what was wrong, and the mark of the plain bytes under `key`."""
-        mark = ctypes.create_string_buffer(16)
-        failed = self._open(where, table.address, fd, sealed, opened, plain, key, mark)
+        self,
+        places: Sequence[bytes],
+        fds: Sequence[int],
+        table: Table,
+        sealed: int,
+        opened: int,
+        key: bytes | None,
+    ) -> tuple[int, int]:
+        """Open the table's first chunks, until one fails: 0 or what was wrong, and how many were opened.
+
+        Each is read from a file at its place (fd -1: it is at `sealed`) and decrypted and expanded to its address; its
+        tag becomes the mark of its plain bytes under `key`.
+        """
+        count = ctypes.c_size_t(len(places))
+        numbers = (ctypes.c_int * len(fds))(*fds)
+        failed = self._open(b"".join(places), numbers, table.address, ctypes.byref(count), sealed, opened, key)
         if failed not in (SHORT, FORGED, NOT_EXPANDED):
             self._check(min(failed, 0))
-        return failed, mark.raw
+        return failed, count.value
+
+    def put(self, fd: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+        """Write memory (address, offset in the file, size): 0, or an error number or SHORT and the offset where."""
+        failed = ctypes.c_uint64()
+        data = b"".join(map(_SPAN.pack, *zip(*spans, strict=True))) if spans else b""
+        return int(self._put(fd, data, len(spans), ctypes.byref(failed))), failed.value
 
     def _check(self, status: int) -> None:
         if status:

@@ -29,18 +29,14 @@ class Piece(NamedTuple):
     size: int
 
 
-def _room() -> Buffer:
-    """For what is stored of a part, and of the chunk that began before it."""
-    return Buffer(2 * CHUNK_BYTES)
-
-
 def _zero(size: int) -> bytes:
     return layout.RECORD.pack(0, 0, size, 0, 0, ChunkKind.ZERO, _ZERO_TAG, _ZERO_ID)
 
 
 class Packs:
     """The files of an image. heads: name and first bytes of each pack. known: records of chunks that need not be stored
-    again, by id; those that are stored are added. Raises StoreFull, StoreError."""
+    again, by id; those that are stored are added. part_bytes: of what `store` gets, at most. Raises StoreFull,
+    StoreError."""
 
     def __init__(
         self,
@@ -49,6 +45,7 @@ class Packs:
         origin: Origin,
         ids: ChunkIds,
         known: dict[bytes, bytes],
+        part_bytes: int = CHUNK_BYTES,
     ) -> None:
         self.origin = origin
         self._create, self._ids, self._known = create, ids, known
@@ -56,7 +53,8 @@ class Packs:
         self._files: list[PlacedFile] = []
         self.ends: list[int] = []
         self.bytes_stored = 0
-        self._packed, self._sealed = PerThread(_room), PerThread(_room)
+        room = part_bytes + CHUNK_BYTES  # a part, and what of its first chunk was in the part before
+        self._packed, self._sealed = PerThread(lambda: Buffer(room)), PerThread(lambda: Buffer(room))
         self._tables = PerThread(native.Table)
         try:
             for name, head in heads.items():

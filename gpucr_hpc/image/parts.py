@@ -32,10 +32,10 @@ class Source(Protocol):
 
 
 class Means:
-    """What the parts of an image share; path: its name for messages."""
+    """What the parts of an image share; part_bytes: their size, where they are memory. path: its name for messages."""
 
-    def __init__(self, packs: Packs, buffers: Pool, relay: Relay, path: str) -> None:
-        self.packs, self.buffers, self.relay = packs, buffers, relay
+    def __init__(self, packs: Packs, buffers: Pool, relay: Relay, part_bytes: int, path: str) -> None:
+        self.packs, self.buffers, self.relay, self.part_bytes = packs, buffers, relay, part_bytes
         self.joint = PerThread(lambda: Buffer(CHUNK_BYTES))
         self.lock = threading.Lock()
         self.failure: GpucrError | None = None
@@ -60,7 +60,7 @@ class Part:
 
     before: the part before it in its stream. keep: makes place for so many records at the stream's end, and says the
     first one's number; put: writes records from that number on. pages: it is cut by its content, else it is one chunk.
-    last: nothing follows; all others have CHUNK_BYTES.
+    last: nothing follows.
     """
 
     def __init__(

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import os
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import BinaryIO
 
 from cryptography.exceptions import InvalidTag
 
-from gpucr_hpc.errors import IntegrityError, ObjectMissing, UsageError, store_error
-from gpucr_hpc.image import layout, native, version1
-from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, decompress
+from gpucr_hpc.errors import IntegrityError, ObjectMissing, UsageError
+from gpucr_hpc.image import layout, version1
+from gpucr_hpc.image.buffers import Buffer, Pool
 from gpucr_hpc.image.chunks import (
     CHUNK_BYTES,
     INDEX_PACK,
@@ -29,10 +28,10 @@ from gpucr_hpc.image.chunks import (
     ChunkKind,
     Origin,
     nonce,
-    unseal,
 )
 from gpucr_hpc.image.files import PlacedFile, default_workers
 from gpucr_hpc.image.keys import DataKey
+from gpucr_hpc.image.opening import Opener
 from gpucr_hpc.image.pipes import Outlet
 from gpucr_hpc.model import ImageEntry, LinkedPack, PackEntry
 
@@ -66,8 +65,6 @@ class ImageReader:
         own = Origin(self.key, checkpoint, self._rank)
         threads = workers or default_workers()
         self._buffers = Pool(CHUNK_BYTES, 4 * AHEAD)
-        self._read = PerThread(lambda: Buffer(CHUNK_BYTES + TAG_BYTES))
-        self._opened, self._tables = PerThread(lambda: Buffer(CHUNK_BYTES)), PerThread(native.Table)
         self._files: list[PlacedFile] = []
         try:
             self.index = self._read_index(self._open(open_, entry.index), own)
@@ -80,6 +77,9 @@ class ImageReader:
         except BaseException:
             self._close_files()
             raise
+        self._opener = Opener(
+            self._origins, self.ids, version=entry.format, checkpoint=checkpoint, rank=self._rank
+        )
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"image-{self._rank}")
 
     def __enter__(self) -> ImageReader:
@@ -138,13 +138,10 @@ class ImageReader:
             outlet.put(position, piece, buffer)
         return written
 
-    def use(self, name: str, number: int, what: Callable[[memoryview], None]) -> None:
-        """Hand one chunk of a stream, checked, to a function that is done with it when it returns; on this thread."""
-        piece, buffer = self._fetch(self._stream(name), number)
-        try:
-            what(piece)
-        finally:
-            self._give_back(buffer)
+    def open_into(self, name: str, numbers: Sequence[int], room: Buffer) -> list[tuple[int, int]]:
+        """Chunks of a stream, none of them ZERO, checked and one after another in a buffer: where, and how many bytes;
+        on this thread. Raises IntegrityError, StoreError; nothing in the buffer is to be used then."""
+        return self._opener.open(self._stream(name), numbers, room)
 
     def verify(self, deep: bool = False) -> None:
         """Check the files' sizes again; deep: read and open every chunk. Raises IntegrityError."""
@@ -266,66 +263,6 @@ class ImageReader:
         chunk = stream.chunk(sequence)
         if chunk.kind == ChunkKind.ZERO:
             return ZEROS.view[: chunk.plain], ZEROS
-        origin, packs = self._origins[chunk.source]
-        file, plain = packs[chunk.pack], self._buffers.take()
-        where = f"chunk {sequence} of stream {stream.name}, at byte {chunk.offset},"
-        if native.library is not None and self.entry.format > 1:
-            name = self._open_native(native.library, origin, file, chunk, plain, where)
-        else:
-            name = self._open_here(origin, file, chunk, plain, where, stream.name, sequence)
-        if name is not None and name != chunk.id:
-            raise IntegrityError(path=file.path, reason=f"{where} was exchanged by somebody who has the data key")
+        plain = self._buffers.take()
+        self._opener.open(stream, (sequence,), plain)
         return plain.view[: chunk.plain], plain
-
-    def _open_native(
-        self, library: native.Native, origin: Origin, file: PlacedFile, chunk: layout.Chunk, plain: Buffer, where: str
-    ) -> bytes | None:
-        """Plain bytes at the beginning of a buffer; their id, where ids can be made."""
-        table, sealed, ids = self._tables.get(), self._read.get(), self.ids
-        table.put(0, (0, chunk.plain, chunk.stored, chunk.kind, 0, chunk.tag))
-        if file.fd is None and file.read_into(sealed.view[: chunk.stored], chunk.offset) != chunk.stored:
-            raise _short(file, chunk)
-        failed, mark = library.open(
-            origin.native_place(chunk.pack, chunk.offset),
-            table,
-            -1 if file.fd is None else file.fd,
-            sealed.address,
-            self._opened.get().address,
-            plain.address,
-            None if ids is None else ids.mark_key,
-        )
-        if failed == native.SHORT:
-            raise _short(file, chunk)
-        if failed == native.FORGED:
-            raise IntegrityError(path=file.path, reason=f"{where} is not what was written")
-        if failed == native.NOT_EXPANDED:
-            raise IntegrityError(path=file.path, reason=f"{where} does not expand")
-        if failed:
-            raise store_error(file.path, OSError(failed, os.strerror(failed)))
-        return None if ids is None else ids.name(mark)
-
-    def _open_here(
-        self, origin: Origin, file: PlacedFile, chunk: layout.Chunk, plain: Buffer, where: str, name: str, sequence: int
-    ) -> bytes | None:
-        """The same in Python, for the first format too."""
-        sealed = self._read.get()
-        view = sealed.view[: chunk.stored + TAG_BYTES]
-        if file.read_into(view[: chunk.stored], chunk.offset) != chunk.stored:
-            raise _short(file, chunk)
-        view[chunk.stored :] = chunk.tag
-        if self.entry.format == 1:
-            place = version1.place(self.checkpoint, self._rank, name, sequence, chunk.plain, chunk.kind)
-        else:
-            place = origin.place(chunk.pack, chunk.offset, chunk.plain, chunk.kind)
-        target = plain if chunk.kind == ChunkKind.RAW else self._opened.get()
-        if not unseal(origin.cipher, origin.nonce(chunk.pack, chunk.offset), view, place, target):
-            raise IntegrityError(path=file.path, reason=f"{where} is not what was written")
-        if chunk.kind == ChunkKind.LZ4 and not decompress(target, chunk.stored, plain, chunk.plain):
-            raise IntegrityError(path=file.path, reason=f"{where} does not expand")
-        if self.ids is None or self.entry.format == 1:
-            return None
-        return self.ids.of(plain.view[: chunk.plain])
-
-
-def _short(file: PlacedFile, chunk: layout.Chunk) -> IntegrityError:
-    return IntegrityError(path=file.path, reason=f"ends inside the chunk at byte {chunk.offset}")

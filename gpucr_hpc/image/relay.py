@@ -19,20 +19,22 @@ from gpucr_hpc.image.files import wait_for, widen_pipe
 
 
 class Pipe:
-    """A pipe that takes CHUNK_BYTES of whole pages. give_back: what `done` calls, with it and whether it is empty."""
+    """A pipe for whole pages. part_bytes: as many as it shall take. size_bytes: so many, or CHUNK_BYTES where the
+    kernel lets it have no more, or less. give_back: what `done` calls, with it and whether it is empty."""
 
-    def __init__(self, give_back: Callable[[Pipe, bool], None]) -> None:
+    def __init__(self, give_back: Callable[[Pipe, bool], None], part_bytes: int) -> None:
         self._give_back = give_back
         self._source, self._sink = os.pipe2(os.O_CLOEXEC)
-        self.large_enough = widen_pipe(self._source) >= CHUNK_BYTES
+        widen_pipe(self._source)
+        self.size_bytes = min(part_bytes, widen_pipe(self._source, part_bytes))
 
     def fill(self, fd: int) -> int:
-        """Move up to CHUNK_BYTES on from another pipe; how many. Fewer at its end, or when what it holds is not in
+        """Move up to size_bytes on from another pipe; how many. Fewer at its end, or when what it holds is not in
         whole pages, so that more does not fit in here. Waits, but never for a reader of this pipe. Raises OSError."""
         size, waited = 0, False
-        while size < CHUNK_BYTES:
+        while size < self.size_bytes:
             try:
-                got = os.splice(fd, self._sink, CHUNK_BYTES - size, flags=os.SPLICE_F_NONBLOCK if size else 0)
+                got = os.splice(fd, self._sink, self.size_bytes - size, flags=os.SPLICE_F_NONBLOCK if size else 0)
             except BlockingIOError:
                 if size and waited:
                     break
@@ -63,8 +65,8 @@ class Relay:
     """Up to `limit` pipes, made when the first one is needed; none where the kernel lets none become large enough (a
     user's pipes are counted), and none after `close`."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, part_bytes: int = CHUNK_BYTES) -> None:
+        self._limit, self._part_bytes = limit, part_bytes
         self._free: queue.SimpleQueue[Pipe | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._made = self._closed = False
@@ -83,7 +85,7 @@ class Relay:
     def _make(self) -> None:
         made = 0
         with contextlib.suppress(OSError):  # no descriptors left
-            while made < self._limit and (pipe := Pipe(self._give)).large_enough:
+            while made < self._limit and (pipe := Pipe(self._give, self._part_bytes)).size_bytes >= CHUNK_BYTES:
                 self._free.put(pipe)
                 made += 1
             if made < self._limit:

@@ -32,6 +32,7 @@ class StreamWriter:
         self.size_bytes = 0
         self.closed = False
         self._means, self._crew, self._pages = means, crew, pages
+        self._part_bytes = means.part_bytes if pages else CHUNK_BYTES
         self._buffer: Buffer | None = None
         self._filled = 0
         self._last: Part | None = None
@@ -45,7 +46,7 @@ class StreamWriter:
         total = len(left)
         while left:
             buffer = self._room()
-            count = min(len(left), CHUNK_BYTES - self._filled)
+            count = min(len(left), self._part_bytes - self._filled)
             buffer.view[self._filled : self._filled + count] = left[:count]
             left = left[count:]
             self._advance(count)
@@ -65,7 +66,7 @@ class StreamWriter:
         while True:
             buffer = self._room()
             try:
-                count = os.readv(fd, [buffer.view[self._filled :]])
+                count = os.readv(fd, [buffer.view[self._filled : self._part_bytes]])
             except BlockingIOError:
                 wait_for(fd, select.POLLIN)
                 continue
@@ -82,8 +83,8 @@ class StreamWriter:
         assert self._pages
         assert not self._filled + self.size_bytes
         total = 0
-        for size, source in parts(extents):
-            if size == CHUNK_BYTES:
+        for size, source in parts(extents, self._part_bytes):
+            if size == self._part_bytes:
                 self._submit(size, source)
             else:
                 source.empty_into(self._room().view[:size])
@@ -99,7 +100,7 @@ class StreamWriter:
             except BaseException:
                 pipe.done(empty=False)
                 raise
-            if size < CHUNK_BYTES:
+            if size < pipe.size_bytes:
                 pipe.empty_into(self._room().view[:size])
                 self._filled = size
                 pipe.done(empty=True)
@@ -138,7 +139,7 @@ class StreamWriter:
 
     def _advance(self, count: int) -> None:
         self._filled += count
-        if self._filled == CHUNK_BYTES:
+        if self._filled == self._part_bytes:
             self._flush()
 
     def _flush(self, last: bool = False) -> None:

@@ -30,6 +30,14 @@ from gpucr_hpc.image.relay import Relay
 from gpucr_hpc.image.streams import StreamWriter
 from gpucr_hpc.model import ImageEntry, PackEntry, check_checkpoint_id, check_object_name
 
+_MAX_PART_CHUNKS = 4
+
+
+def _part_bytes(threads: int) -> int:
+    """Memory that a thread takes at a time: the more threads, the more, since each step of a part gives Python's lock
+    away and waits for all others to get it back; few have what they took in their caches still."""
+    return CHUNK_BYTES * max(1, min(_MAX_PART_CHUNKS, threads // 2))
+
 
 class ImageWriter:
     """Writes the image of one node rank; `create` makes its files (Staging.create).
@@ -70,14 +78,16 @@ class ImageWriter:
         self._ended = False
         self._names = [layout.pack_name(node_rank, number) for number in range(packs)]
         heads = {name: self._header(layout.PACK_MAGIC, number) for number, name in enumerate(self._names)}
-        self._packs = Packs(create, heads, origin, ids, base.records if base else {})
         threads = workers or default_workers()
-        room = room_bytes // CHUNK_BYTES
-        buffers = Pool(CHUNK_BYTES, 4 * threads + room)
-        buffers.reserve(min(room, -(-expected_bytes // CHUNK_BYTES)))
-        self._means = Means(self._packs, buffers, Relay(threads + 2), f"image {node_rank}")
+        size = _part_bytes(threads)
+        self._packs = Packs(create, heads, origin, ids, base.records if base else {}, size)
+        room = room_bytes // size
+        places = max(threads + 2, 2 * threads * CHUNK_BYTES // size)
+        buffers = Pool(size, 2 * places + room)
+        buffers.reserve(min(room, -(-expected_bytes // size)))
+        self._means = Means(self._packs, buffers, Relay(threads + 2, size), size, f"image {node_rank}")
         hold = 0 < expected_bytes <= room_bytes
-        self._crew = Crew(threads, room=room, hold=hold, name=f"image-{node_rank}")
+        self._crew = Crew(threads, places=places + room, hold=hold, name=f"image-{node_rank}")
 
     @property
     def bytes_plain(self) -> int:

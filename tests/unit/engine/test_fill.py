@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 
 from gpucr_hpc.engine import fill, fillplan, pagemap
 from gpucr_hpc.errors import ImageError, IntegrityError, RestoreFailed
-from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -293,9 +292,10 @@ def test_threads_get_neighbours(monkeypatch):
         spans = fill._Spans([part], reader)
         one, two = iter(spans), iter(spans)
         first, second = next(one), next(two)
-        assert second[2] - first[2] >= fill.SPAN_BYTES - CHUNK_BYTES
-        rest = [*one, *two]
-        assert sorted(number for _, number, _ in [first, second, *rest]) == [
+        assert second.offsets[0] - first.offsets[0] >= fill.SPAN_BYTES
+        spread = [first, second, *one, *two]
+        assert all(span.offsets[-1] - span.offsets[0] < fill.SPAN_BYTES for span in spread)
+        assert sorted(number for span in spread for number in span.numbers) == [
             number for number in range(len(reader.index.streams[part.pages])) if number in part.left_out
         ]
 

@@ -56,12 +56,12 @@ def test_image_is_that_of_one_pipe(lengths, pages, seed):
     assert written(data) == found
 
 
-@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 3 << 20)), max_size=20))
-def test_parts_are_whole_but_for_the_last(places):
-    """Every byte once, in its order; all parts but the last one have the size of a chunk."""
+@given(st.lists(st.tuples(st.integers(0, 1 << 40), st.integers(0, 3 << 20)), max_size=20), st.sampled_from([1, 4]))
+def test_parts_are_whole_but_for_the_last(places, chunks):
+    """Every byte once, in its order; all parts but the last one have the size that is asked for."""
     extents = [Extent(3, position, size) for position, size in places]
-    cut = list(parts(extents))
-    assert all(size == CHUNK_BYTES for size, _ in cut[:-1])
+    cut = list(parts(extents, chunks * CHUNK_BYTES))
+    assert all(size == chunks * CHUNK_BYTES for size, _ in cut[:-1])
     assert all(size == sum(extent.size for extent in source._extents) for size, source in cut)
     at, flat = 0, [extent for _, source in cut for extent in source._extents]
     for extent in filter(lambda extent: extent.size, extents):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 
@@ -14,6 +15,7 @@ from image_pair import ID, reader, writer
 from gpucr_hpc.image import cutting, native
 from gpucr_hpc.image.buffers import Buffer
 from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.files import write_spans
 from gpucr_hpc.store.memory import MemoryStore
 from gpucr_hpc.store.posix import PosixStore
 
@@ -29,9 +31,10 @@ def pages(seed: int, count: int) -> bytes:
     return b"".join(made[:count])
 
 
-def written(tmp_path, monkeypatch, kind, streams):
-    """All files of an image, by one thread into one pack, under the same salt."""
+def written(tmp_path, monkeypatch, kind, streams, chunks):
+    """All files of an image, by one thread that takes so many MiB at a time into one pack, under the same salt."""
     set_library(kind, monkeypatch)
+    monkeypatch.setattr("gpucr_hpc.image.writer._part_bytes", lambda _: chunks * CHUNK_BYTES)
     monkeypatch.setattr("gpucr_hpc.image.writer.secrets.token_bytes", bytes)
     monkeypatch.setattr("gpucr_hpc.image.parts._SMALL_BYTES", 0)  # those are sealed by whoever writes the stream
     staging = PosixStore(tmp_path / kind).begin("41", ID)
@@ -44,14 +47,15 @@ def written(tmp_path, monkeypatch, kind, streams):
     return entry, {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_both_write_the_same_bytes(tmp_path, monkeypatch, seed):
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_both_write_the_same_bytes(tmp_path, monkeypatch, seed, chunks):
     rng = random.Random(seed)
     streams = {f"pages-{n}.img": pages(seed * 10 + n, rng.randrange(1, 2000)) for n in range(3)}
     # The same memory a second time, what is no whole page, and what is cut into pieces of one size.
     streams |= {"pages-9.img": streams["pages-1.img"] + b"tail" * seed, "core-1.img": rng.randbytes(100_000)}
-    here, files = written(tmp_path, monkeypatch, "python", streams)
-    there, others = written(tmp_path, monkeypatch, "c", streams)
+    here, files = written(tmp_path, monkeypatch, "python", streams, chunks)
+    there, others = written(tmp_path, monkeypatch, "c", streams, chunks)
     assert here == there
     assert files == others
 
@@ -68,6 +72,28 @@ def test_one_reads_what_the_other_wrote(monkeypatch, first):
     set_library("c" if first == "python" else "python", monkeypatch)
     with reader(staging.open, entry) as back:
         assert back.read("pages-1.img") == data
+
+
+def test_chunks_are_the_same_however_much_is_taken_at_a_time(tmp_path, monkeypatch):
+    data = pages(3, 5000)
+    found = []
+    for chunks in (1, 3, 4):
+        entry, _ = written(tmp_path / str(chunks), monkeypatch, "c", {"pages-1.img": data}, chunks)
+        with reader(PosixStore(tmp_path / str(chunks) / "c").attach("41", ID).open, entry) as back:
+            found.append([chunk[2:] for chunk in back.index.streams["pages-1.img"].places()])
+            assert back.read("pages-1.img") == data
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("kind", ["python", "c"])
+def test_spans_are_written_until_one_fails(tmp_path, monkeypatch, kind):
+    set_library(kind, monkeypatch)
+    _PAGES.view[:100] = os.urandom(100)
+    with open(tmp_path / "file", "w+b") as file:
+        assert write_spans(file.fileno(), _PAGES, [(0, 10, 5), (50, 3, 7), (0, 99, 0)]) == (0, 0)
+        assert file.read() == bytes(3) + bytes(_PAGES.view[50:57]) + bytes(_PAGES.view[0:5])
+    with open(tmp_path / "file", "rb") as file:
+        assert write_spans(file.fileno(), _PAGES, [(0, 0, 0), (0, 7, 5)]) == (errno.EBADF, 7)
 
 
 _WORDS = st.sampled_from([0, 1, 2, 98, 2**64 - 1, 2**63 + 5])

@@ -123,7 +123,7 @@ def test_without_pipes_that_are_large_enough(monkeypatch, refusal):
         raise OSError(24, "Too many open files")
 
     if refusal == "small":
-        monkeypatch.setattr(relay, "widen_pipe", lambda _fd: 65536)
+        monkeypatch.setattr(relay, "widen_pipe", lambda *_: 65536)
     else:
         monkeypatch.setattr(relay.os, "pipe2", refuse)
     data = memory(2, 5 * CHUNK_BYTES + 77)
