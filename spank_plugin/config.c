@@ -14,7 +14,7 @@ void config_defaults(struct config *c)
 	memset(c, 0, sizeof(*c));
 	strcpy(c->agent_socket, "/run/gpucr/agent.sock");
 	strcpy(c->task, "/usr/lib/gpucr/gpucr-task");
-	strcpy(c->nccl, "keep");
+	strcpy(c->nccl, "rebuild");
 	strcpy(c->nccl_library, "/usr/lib/gpucr/libgpucr_nccl.so");
 	c->signal = 50;
 	c->signal_time_s = 60;

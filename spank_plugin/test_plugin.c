@@ -73,16 +73,23 @@ static void nccl_policy(void)
 
 static void nccl_rebuild(void)
 {
-	const char *av[] = { "nccl=rebuild", "nccl_library=/etc/passwd" };
+	const char *av[] = { "nccl_library=/etc/passwd" }; /* rebuild is the default */
+	const char *kept[] = { "nccl=keep", "nccl_library=/etc/passwd" };
 	const char *gone[] = { "nccl_library=/no/such.so" };
 
 	unsetenv("CUDA_VISIBLE_DEVICES");
 	unsetenv("LD_PRELOAD");
-	step(av, 2, SLURM_BATCH_SCRIPT);
+	step(av, 1, SLURM_BATCH_SCRIPT);
 	stub_option("checkpoint-on-preempt", "", 1);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR(NULL, getenv("LD_PRELOAD")); /* a job without GPUs is left alone */
 	setenv("CUDA_VISIBLE_DEVICES", "0,1", 1);
+	step(kept, 2, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
+	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
+	CHECK_STR(NULL, getenv("LD_PRELOAD")); /* the site's word */
+	step(av, 1, SLURM_BATCH_SCRIPT);
+	stub_option("checkpoint-on-preempt", "", 1);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/etc/passwd", getenv("LD_PRELOAD"));
 	setenv("LD_PRELOAD", "/lib/mine.so", 1);

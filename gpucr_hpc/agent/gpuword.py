@@ -31,20 +31,15 @@ log = Log(__name__)
 _POLL_S = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 # And then: ranks may join a communicator some time after their first use of a GPU.
 _LOOKS_S = (5.0, 15.0, 40.0)
-_UNSEEN = "--checkpoint-nccl=rebuild with ranks on several cards is new and was not yet seen on real ones"
 
 
 @dataclass(frozen=True)
 class Use:
-    """GPU processes, their GPU memory in bytes, and what stands against a checkpoint (empty: nothing).
-
-    rebuilt: communicators of several ranks will be taken away at a checkpoint and made again.
-    """
+    """GPU processes, their GPU memory in bytes, and what stands against a checkpoint (empty: nothing)."""
 
     processes: int
     bytes: int
     problem: str
-    rebuilt: bool = False
 
 
 async def watch(job: ProtectedJob) -> None:
@@ -70,8 +65,7 @@ def text(use: Use) -> str:
     what = f"{processes} of this job on this node {'uses' if use.processes == 1 else 'use'} GPUs"
     if use.problem:
         return f"{what}; as it is, it is NOT protected and cannot be moved: {use.problem}"
-    word = f"{what}, {format_bytes(use.bytes)} of GPU memory: it can be checkpointed as it is"
-    return f"{word}; {_UNSEEN}" if use.rebuilt else word
+    return f"{what}, {format_bytes(use.bytes)} of GPU memory: it can be checkpointed as it is"
 
 
 async def _uses(job: ProtectedJob) -> AsyncIterator[Use | None]:
@@ -118,8 +112,7 @@ async def look(job: ProtectedJob, capsule: Capsule) -> Use | None:
             gpu_preflight.check_memory(gpus)
         except CudaHostMemory as error:
             problem = f"{problem}; {error}" if problem else str(error)
-        rebuilt = any(one.cards for one in covered.values())
-        return Use(len(gpus.processes), sum(p.bytes for p in gpus.processes), problem, rebuilt)
+        return Use(len(gpus.processes), sum(p.bytes for p in gpus.processes), problem)
     except CudaDriverUnusable as error:
         return Use(len(maybe), 0, str(error))
     finally:

@@ -199,6 +199,11 @@ class NodeGpus:
             if procfs.maps_managed_memory(process.pid):
                 error.fields["reason"] = f"it uses managed memory (cudaMallocManaged); {error.fields['reason']}"
             raise
+        except CudaCallFailed as error:
+            # Seen once in some 60 checkpoints, on cards that another job used too; the next one worked.
+            if "OPERATING_SYSTEM" in error.fields["reason"]:
+                raise CutNotPossible(job=self._job, reason=str(error)) from None
+            raise
         if self._config.stop_threads and not procfs.under_job_control(process.pid):
             await self._call(process, "stop", _STATE_LIMIT_S)
 

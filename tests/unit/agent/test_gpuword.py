@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,12 +77,6 @@ def test_good_word_comes_after_the_last_look(monkeypatch):
     ]
     assert job.gpu_word
     assert job.saved == 1
-
-
-def test_what_was_not_seen_on_real_cards_is_said(monkeypatch):
-    job = Job()
-    watched(job, [GOOD, *[replace(GOOD, rebuilt=True)] * 3], monkeypatch)
-    assert ["was not yet seen on real ones" in said for said in job.said] == [True]
 
 
 def test_problem_that_comes_later_is_said_at_once(monkeypatch):

@@ -196,6 +196,7 @@ def test_one_that_is_not_ready_lets_all_go(card):
     [
         ("checkpoint 801", CudaNotSupported, "refused by the driver"),
         ("checkpoint 999", CudaCallFailed, "CUDA_ERROR_UNKNOWN"),
+        ("checkpoint 304", CutNotPossible, "OPERATING_SYSTEM"),  # worth another try
         ("checkpoint hang", CudaHung, "not answered within"),
         ("checkpoint die", HostError, "worker died"),
         ("lock die", HostError, "worker died"),
