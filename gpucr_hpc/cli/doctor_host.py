@@ -16,6 +16,7 @@ from gpucr_hpc.config import Config
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.dump import LOG_DIRECTORY
 from gpucr_hpc.errors import ToolMissing
+from gpucr_hpc.image import native
 from gpucr_hpc.proc import clean_env, find_program, run_async
 from gpucr_hpc.units import format_bytes
 
@@ -45,6 +46,7 @@ async def examine(config: Config, agent: int | None) -> list[Line]:
         control_groups(),
         memory(config.engine.room_percent, agent),
         pipes(stream.pipe_limit()),
+        chunks(native.reason),
         disk(config.agent.run_dir, _RUN_BYTES, "the agent cannot keep the state of its jobs and takes none"),
         disk(str(LOG_DIRECTORY), _LOG_BYTES, "CRIU's log of a checkpoint that failed is lost"),
         await network(config.network.vxlan_port),
@@ -86,6 +88,15 @@ def pipes(limit: int) -> Line:
         "checkpoints; the agent sets it when it starts, unless engine.pipe_limit_bytes is less"
     )
     return "pipes", limit >= stream.MEMORY_PIPE_BYTES, f"up to {format_bytes(limit)}", advice
+
+
+def chunks(reason: str) -> Line:
+    """reason: why images are written and read in Python, empty when they are not."""
+    advice = (
+        "apt-get install libssl-dev liblz4-dev && make -C spank_plugin install   # otherwise Python writes and reads "
+        "images, on machines with many processors at a fraction of the rate"
+    )
+    return "chunks", not reason or reason.startswith("OpenSSL"), reason or str(native.LIBRARY), advice
 
 
 def memory(room_percent: int, agent: int | None) -> Line:

@@ -23,8 +23,7 @@ from gpucr_hpc.image.buffers import Buffer
 
 #: Pipes are made this large: the default maximum for a process without privilege.
 PIPE_BYTES = 1 << 20
-_MAX_WORKERS = 16
-_MAX_PYTHON_WORKERS = 8  # more were slower on 16 processors: they wait for the interpreter
+_MAX_WORKERS = 8  # more were slower on 16 and 32 processors: they wait for the interpreter
 _BEHIND_BYTES = 16 << 20
 _START_WRITING = 2  # SYNC_FILE_RANGE_WRITE, sync_file_range(2)
 _sync_file_range = ctypes.CDLL(None).sync_file_range
@@ -32,9 +31,8 @@ _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctype
 
 
 def default_workers() -> int:
-    """Threads that work on chunks: the cores this process may use, 2 to 16."""
-    limit = _MAX_PYTHON_WORKERS if native.library is None else _MAX_WORKERS
-    return max(2, min(limit, len(os.sched_getaffinity(0))))
+    """Threads that work on chunks: the cores this process may use, 2 to 8."""
+    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
 
 
 def widen_pipe(fd: int, size_bytes: int = PIPE_BYTES) -> int:

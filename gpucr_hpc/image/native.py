@@ -144,14 +144,16 @@ class Native:
             raise ImageError(path=str(LIBRARY), reason="OpenSSL failed")
 
 
-def load(path: Path = LIBRARY) -> Native | None:
-    """The library, if it is installed and pays here."""
+def load(path: Path = LIBRARY) -> tuple[Native | None, str]:
+    """The library, or None and the reason: it cannot be used, or does not pay here, which begins with "OpenSSL"."""
     try:
         found = Native(path)
-    except (OSError, AttributeError):
-        return None
-    pays = found.openssl >= _FAST_OPENSSL or len(os.sched_getaffinity(0)) >= _MANY_PROCESSORS
-    return found if pays else None
+    except (OSError, AttributeError) as error:
+        return None, str(error)
+    processors = len(os.sched_getaffinity(0))
+    if found.openssl >= _FAST_OPENSSL or processors >= _MANY_PROCESSORS:
+        return found, ""
+    return None, f"OpenSSL {found.openssl >> 28}.{found.openssl >> 20 & 255} is slow for {processors} processors"
 
 
-library = load()
+library, reason = load()

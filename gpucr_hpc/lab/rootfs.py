@@ -99,15 +99,15 @@ def ensure(recipe: Recipe, say: Callable[[str], None], cache: Path = CACHE, keep
     cache.mkdir(parents=True, exist_ok=True)
     with _locked(cache):
         if not rootfs.is_dir():
-            _remove_others(cache, keep)
+            _remove(cache, r"building\.\w+", keep)
             _build(recipe, rootfs, say, cache)
+            _remove(cache, "[0-9a-f]{16}", (*keep, rootfs))
     return rootfs
 
 
-def _remove_others(cache: Path, keep: tuple[Path, ...]) -> None:
+def _remove(cache: Path, pattern: str, keep: tuple[Path, ...]) -> None:
     for entry in cache.iterdir():
-        ours = re.fullmatch(r"building\.\w+|[0-9a-f]{16}", entry.name)
-        if ours and entry / "rootfs" not in keep:
+        if re.fullmatch(pattern, entry.name) and entry / "rootfs" not in keep:
             shutil.rmtree(entry)
 
 

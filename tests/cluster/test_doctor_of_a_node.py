@@ -14,8 +14,8 @@ def bad(lab: Lab, node: str) -> dict[str, dict[str, Any]]:
     done = lab.exec(node, ["gpucr", "doctor", "--json"], check=False, timeout_s=60)
     report = json.loads(done.stdout)
     assert (done.status == 0) == report["good"]
-    areas = {"CRIU", "control groups", "memory", "pipes", "disk", "network", "plugin", "key", "agents", "store"}
-    areas.add("Slurm")
+    areas = {"CRIU", "control groups", "memory", "pipes", "chunks", "disk", "network", "plugin", "key", "agents"}
+    areas |= {"store", "Slurm"}
     assert areas <= {finding["what"] for finding in report["findings"]}
     # How much a grace time covers depends on this machine's memory and disk.
     rest = [f for f in report["findings"] if not f["good"] and not f["detail"].startswith("partition ")]

@@ -38,6 +38,28 @@ def test_mmdebstrap_command() -> None:
     assert mmdebstrap_argv(Recipe(), "/t", "/hook", None, ())[-2:] == ["forky", "/t"]
 
 
+def test_other_builds_go_when_there_is_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build that fails, without network say, costs nobody the root file system that is there."""
+    old, used, left = (tmp_path / name / "rootfs" for name in ("a" * 16, "b" * 16, "building.x"))
+    for path in (old, used, left):
+        path.mkdir(parents=True)
+
+    def failing(*_: object) -> None:
+        raise LabError(reason="no network")
+
+    monkeypatch.setattr(rootfs, "_build", failing)
+    with pytest.raises(LabError, match="no network"):
+        rootfs.ensure(Recipe(), print, tmp_path, (used,))
+    assert old.is_dir()
+    assert used.is_dir()
+    assert not left.exists()
+    monkeypatch.setattr(rootfs, "_build", lambda _recipe, path, *_: path.mkdir(parents=True))
+    made = rootfs.ensure(Recipe(), print, tmp_path, (used,))
+    assert made.is_dir()
+    assert used.is_dir()
+    assert not old.exists()
+
+
 def _targets(*rows: tuple[str, ...]) -> str:
     return "\n".join("\t".join(row) for row in rows)
 

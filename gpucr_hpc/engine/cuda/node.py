@@ -201,7 +201,7 @@ class NodeGpus:
             raise
         except CudaCallFailed as error:
             # Seen once in some 60 checkpoints, on cards that another job used too; the next one worked.
-            if "OPERATING_SYSTEM" in error.fields["reason"]:
+            if "OPERATING_SYSTEM" in str(error):
                 raise CutNotPossible(job=self._job, reason=str(error)) from None
             raise
         if self._config.stop_threads and not procfs.under_job_control(process.pid):

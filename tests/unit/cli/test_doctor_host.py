@@ -26,6 +26,16 @@ def test_a_limit_below_the_room_is_named() -> None:
     assert doctor_host.judge_memory(64 * GIB, 40 * GIB, 10 * GIB, None)[1]
 
 
+def test_why_images_are_written_in_python_is_said() -> None:
+    name, good, detail, _ = doctor_host.chunks("")
+    assert (name, good, detail) == ("chunks", True, "/usr/lib/gpucr/libgpucr_chunks.so")
+    assert doctor_host.chunks("OpenSSL 3.0 is slow for 2 processors")[1]
+    _, good, detail, advice = doctor_host.chunks("/usr/lib/gpucr/libgpucr_chunks.so: cannot open shared object file")
+    assert not good
+    assert "cannot open" in detail
+    assert "libssl-dev" in advice
+
+
 def test_small_pipes_are_named() -> None:
     """They cost time, each time a job is read."""
     _, good, detail, advice = doctor_host.pipes(1 << 20)

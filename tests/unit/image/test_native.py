@@ -124,7 +124,9 @@ def _in_c(monkeypatch):
 def test_a_library_of_another_version_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
     for path in (tmp_path / "none.so", native.LIBRARY):
-        assert native.load(path) is None
+        found, reason = native.load(path)
+        assert found is None
+        assert str(path) in reason
 
 
 def test_with_an_old_openssl_few_processors_do_without(tmp_path, monkeypatch):
@@ -136,4 +138,6 @@ def test_with_an_old_openssl_few_processors_do_without(tmp_path, monkeypatch):
     monkeypatch.setattr(native, "Native", lambda _: Old())
     for count, used in ((2, False), (4, True)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: range(count))
-        assert (native.load(tmp_path) is not None) is used
+        found, reason = native.load(tmp_path)
+        assert (found is not None) is used
+        assert reason == ("" if used else "OpenSSL 3.0 is slow for 2 processors")
