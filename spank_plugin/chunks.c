@@ -15,7 +15,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { VERSION = 1 };  // of what is below; native.py refuses another one
+enum { VERSION = 2 };  // of what is below; native.py refuses another one
 enum kind { ZERO, RAW, LZ4 };
 enum { PAGE_BYTES = 4096, WORDS = PAGE_BYTES / 8, MIN_PAGES = 32, MAX_PAGES = 256, MEAN_PAGES = 97 };
 enum { SAMPLE_BYTES = 16 << 10, SAMPLES = 4 };
@@ -24,12 +24,13 @@ enum failure { SHORT = -1, FORGED = -2, NOT_EXPANDED = -3, BROKEN = -4 };
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers in an image are little-endian");
 
+// A chunk that began in the part before this one is in two places: its first bytes are at `plain`, the others at `rest`.
 // length: bytes stored. tag: what `mark` found, then what `seal` made.
 struct chunk {
-	const unsigned char *plain;
-	uint32_t size, length;
+	const unsigned char *plain, *rest;
+	uint32_t first, size, length;
 	uint8_t kind, skip;
-	uint8_t unused[6];
+	uint8_t unused[2];
 	unsigned char tag[TAG_BYTES];
 };
 
@@ -101,13 +102,26 @@ static EVP_CIPHER_CTX *cipher(const unsigned char *key, int encrypt)
 	return NULL;
 }
 
+// Both places of a chunk's plain bytes, through a cipher; out: NULL for what is authenticated only.
+static int update(EVP_CIPHER_CTX *context, unsigned char *out, const struct chunk *c)
+{
+	int count;
+	return EVP_EncryptUpdate(context, out, &count, c->plain, c->first) &&
+	       (c->first == c->size || EVP_EncryptUpdate(context, out ? out + c->first : NULL, &count, c->rest, c->size - c->first));
+}
+
 // GMAC: the tag of data that is authenticated only, under a fixed nonce.
-static int gmac(EVP_CIPHER_CTX *context, const unsigned char *data, size_t size, unsigned char *tag)
+static int gmac(EVP_CIPHER_CTX *context, const struct chunk *c, unsigned char *tag)
 {
 	static const unsigned char nonce[NONCE_BYTES];
 	int count;
-	return EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_EncryptUpdate(context, NULL, &count, data, size) &&
+	return EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && update(context, NULL, c) &&
 	       EVP_EncryptFinal_ex(context, tag, &count) && EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, tag);
+}
+
+static int is_zero(const unsigned char *data, size_t size)
+{
+	return !size || (!*data && !memcmp(data, data + 1, size - 1));
 }
 
 // Finds out which chunks are zero, and the mark of each other one. 0, or BROKEN.
@@ -116,42 +130,54 @@ EXPORT int gpucr_chunks_mark(const unsigned char *key, struct chunk *chunks, siz
 	EVP_CIPHER_CTX *context = cipher(key, 1);
 	int done = context != NULL;
 	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
-		c->kind = !c->size || (!*c->plain && !memcmp(c->plain, c->plain + 1, c->size - 1)) ? ZERO : RAW;
+		c->kind = is_zero(c->plain, c->first) && is_zero(c->rest, c->size - c->first) ? ZERO : RAW;
 		if (c->kind == RAW)
-			done = gmac(context, c->plain, c->size, c->tag);
+			done = gmac(context, c, c->tag);
 	}
 	EVP_CIPHER_CTX_free(context);
 	return done ? 0 : BROKEN;
 }
 
+// `size` bytes of a chunk from `at` on in one place, in `joint` if they are in two.
+static const char *whole(const struct chunk *c, size_t at, size_t size, char *joint)
+{
+	if (at + size <= c->first)
+		return (const char *)c->plain + at;
+	if (at >= c->first)
+		return (const char *)c->rest + at - c->first;
+	size_t first = c->first - at;
+	memcpy(mempcpy(joint, c->plain + at, first), c->rest, size - first);
+	return joint;
+}
+
 // The length of a chunk's LZ4 block in `room`, or 0 where it is not below 7/8 of the size. Some samples decide whether it is
 // tried at all.
-static int squeeze(const struct chunk *c, char *room, size_t capacity)
+static int squeeze(const struct chunk *c, char *room, size_t capacity, char *joint)
 {
-	const char *plain = (const char *)c->plain;
 	size_t limit = ((size_t)c->size * 7 - 1) / 8;
 	if (c->size < 2 || limit > capacity || SAMPLE_BYTES > capacity)
 		return 0;
 	if (c->size >= 2 * SAMPLES * SAMPLE_BYTES) {
 		size_t step = (c->size - SAMPLE_BYTES) / (SAMPLES - 1), sum = 0;
 		for (int i = 0; i < SAMPLES; i++) {
-			int got = LZ4_compress_fast(plain + i * step, room, SAMPLE_BYTES, SAMPLE_BYTES, 1);
+			int got = LZ4_compress_fast(whole(c, i * step, SAMPLE_BYTES, joint), room, SAMPLE_BYTES, SAMPLE_BYTES, 1);
 			sum += got ? got : SAMPLE_BYTES;
 		}
 		if (sum * 8 >= (size_t)SAMPLES * SAMPLE_BYTES * 7)
 			return 0;
 	}
-	return LZ4_compress_fast(plain, room, c->size, limit, 1);
+	return LZ4_compress_fast(whole(c, 0, c->size, joint), room, c->size, limit, 1);
 }
 
-// Puts the LZ4 blocks of chunks that are not to be skipped into `room`, one after another. The bytes that will be stored.
-EXPORT size_t gpucr_chunks_pack(struct chunk *chunks, size_t count, char *room, size_t capacity)
+// Puts the LZ4 blocks of chunks that are not to be skipped into `room`, one after another. joint: room for a chunk. The bytes
+// that will be stored.
+EXPORT size_t gpucr_chunks_pack(struct chunk *chunks, size_t count, char *room, size_t capacity, char *joint)
 {
 	size_t total = 0;
 	for (struct chunk *c = chunks; c < chunks + count; c++) {
 		if (c->skip)
 			continue;
-		int length = squeeze(c, room, capacity);
+		int length = squeeze(c, room, capacity, joint);
 		c->kind = length ? LZ4 : RAW;
 		c->length = length ? (uint32_t)length : c->size;
 		room += length;
@@ -188,10 +214,10 @@ EXPORT int gpucr_chunks_seal(const struct place *p, struct chunk *chunks, size_t
 	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
 		if (c->skip)
 			continue;
-		const unsigned char *payload = c->kind == LZ4 ? packed : c->plain;
 		size_t length = bind(p, offset, c->size, c->kind, nonce, data);
 		done = EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_EncryptUpdate(context, NULL, &n, data, length) &&
-		       EVP_EncryptUpdate(context, room, &n, payload, c->length) && EVP_EncryptFinal_ex(context, room + n, &n) &&
+		       (c->kind == LZ4 ? EVP_EncryptUpdate(context, room, &n, packed, c->length) : update(context, room, c)) &&
+		       EVP_EncryptFinal_ex(context, room + c->length, &n) &&
 		       EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, c->tag);
 		packed += c->kind == LZ4 ? c->length : 0;
 		room += c->length;
@@ -247,7 +273,7 @@ EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct 
 			failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
 		if (!failed && c->kind == LZ4 && LZ4_decompress_safe((char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
 			failed = NOT_EXPANDED;
-		if (!failed && mark_key && !gmac(context, plain, c->size, c->tag))
+		if (!failed && mark_key && !gmac(context, c, c->tag))
 			failed = BROKEN;
 	}
 	EVP_CIPHER_CTX_free(context);

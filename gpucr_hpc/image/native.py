@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gpucr_hpc.errors import ImageError
 
 LIBRARY = Path("/usr/lib/gpucr/libgpucr_chunks.so")
-_VERSION = 1
+_VERSION = 2
 # On some processors older ones encrypt at half the speed of the package cryptography's; with few processors that costs
 # more than Python's lock.
 _FAST_OPENSSL = 0x30500000
@@ -27,7 +27,7 @@ MAX_CHUNKS = 34
 _ENDS = MAX_CHUNKS + 2
 
 # struct chunk, struct place and struct span of chunks.c
-_CHUNK = struct.Struct("=QIIBB6x16s")
+_CHUNK = struct.Struct("=QQIIIBB2x16s")
 _PLACE = struct.Struct("=32sQHHH128s2x")
 _SPAN = struct.Struct("=QQQ")
 
@@ -36,10 +36,12 @@ SHORT, FORGED, NOT_EXPANDED = -1, -2, -3
 
 
 class Row(NamedTuple):
-    """A chunk in a table. skip: nothing is to be done with it. tag: what `mark` found, then what `seal` made, or what
-    `open` is to find."""
+    """A chunk in a table. first: so many of its bytes are at `address`, the others at `rest`. skip: nothing is to be
+    done with it. tag: what `mark` found, then what `seal` made, or what `open` is to find."""
 
     address: int
+    rest: int
+    first: int
     size: int
     length: int
     kind: int
@@ -56,7 +58,7 @@ class Table:
         self._hold = bytearray(_CHUNK.size * MAX_CHUNKS)
         self.address = ctypes.addressof((ctypes.c_char * len(self._hold)).from_buffer(self._hold))
 
-    def put(self, number: int, row: tuple[int, int, int, int, int, bytes]) -> None:
+    def put(self, number: int, row: tuple[int, int, int, int, int, int, int, bytes]) -> None:
         """Set one row."""
         _CHUNK.pack_into(self._hold, number * _CHUNK.size, *row)
 
@@ -88,7 +90,7 @@ class Native:
         self._cut = ctypes.PyDLL(str(path)).gpucr_chunks_cut
         self._cut.argtypes, self._cut.restype = (address, size, size, address, address), size
         self._mark.argtypes = (ctypes.c_char_p, address, size)
-        self._pack.argtypes, self._pack.restype = (address, size, address, size), size
+        self._pack.argtypes, self._pack.restype = (address, size, address, size, address), size
         self._seal.argtypes = (ctypes.c_char_p, address, size, address, address)
         self._open.argtypes = (ctypes.c_char_p, *(address,) * 5, ctypes.c_char_p)
         self._put = library.gpucr_chunks_put
@@ -104,9 +106,10 @@ class Native:
         """Set kind (ZERO, RAW) and tag (its mark, chunkid.ChunkIds.name) of chunks."""
         self._check(self._mark(key, table.address, count))
 
-    def pack(self, table: Table, count: int, room: int, size: int) -> int:
-        """Put LZ4 blocks, where that pays, at `room`; sets kind and length. Bytes that are to be stored."""
-        return int(self._pack(table.address, count, room, size))
+    def pack(self, table: Table, count: int, room: int, size: int, joint: int) -> int:
+        """Put LZ4 blocks, where that pays, at `room`; sets kind and length. joint: room for a chunk. Bytes that are to
+        be stored."""
+        return int(self._pack(table.address, count, room, size, joint))
 
     def seal(self, where: bytes, table: Table, count: int, packed: int, room: int) -> None:
         """Encrypt at `room`, one after another, what lies at its place or, packed, at `packed`; sets tag."""

@@ -68,7 +68,7 @@ class Opener:
     ) -> None:
         table, ids = self._tables.get(), self._ids
         for at, (chunk, address) in enumerate(zip(chunks, addresses, strict=True)):
-            table.put(at, (address, chunk.plain, chunk.stored, chunk.kind, 0, chunk.tag))
+            table.put(at, (address, 0, chunk.plain, chunk.plain, chunk.stored, chunk.kind, 0, chunk.tag))
         failed, count = library.open(
             [self._origins[chunk.source][0].native_place(chunk.pack, chunk.offset) for chunk in chunks],
             [-1 if file.fd is None else file.fd for file in files],

@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image import layout, native
 from gpucr_hpc.image.base import MAX_KNOWN
-from gpucr_hpc.image.buffers import Buffer, PerThread
+from gpucr_hpc.image.buffers import Buffer, PerThread, copy
 from gpucr_hpc.image.chunkid import ID_BYTES, ChunkIds
 from gpucr_hpc.image.chunks import CHUNK_BYTES, TAG_BYTES, ChunkKind, Origin, is_zero, seal, squeeze
 from gpucr_hpc.image.files import PlacedFile
@@ -22,11 +22,13 @@ _ZERO_TAG, _ZERO_ID = bytes(TAG_BYTES), bytes(ID_BYTES)
 
 
 class Piece(NamedTuple):
-    """A chunk's plain bytes: `size` of a buffer from `at` on."""
+    """A chunk's plain bytes: `first` of a buffer from `at` on, then `size` - `first` at the beginning of another."""
 
     buffer: Buffer
     at: int
+    first: int
     size: int
+    rest: Buffer
 
 
 def _zero(size: int) -> bytes:
@@ -55,6 +57,7 @@ class Packs:
         self.bytes_stored = 0
         room = part_bytes + CHUNK_BYTES  # a part, and what of its first chunk was in the part before
         self._packed, self._sealed = PerThread(lambda: Buffer(room)), PerThread(lambda: Buffer(room))
+        self._joint = PerThread(lambda: Buffer(CHUNK_BYTES))
         self._tables = PerThread(native.Table)
         try:
             for name, head in heads.items():
@@ -76,8 +79,17 @@ class Packs:
     def store(self, pieces: Sequence[Piece]) -> bytes:
         """The records of at most MAX_CHUNKS chunks, which are in the store when this returns, or were before."""
         if native.library is None:
-            return b"".join([self._store_one(*piece) for piece in pieces])
+            return b"".join([self._store_one(*self._joined(piece)) for piece in pieces])
         return b"".join(self._store_all(native.library, pieces)) if pieces else b""
+
+    def _joined(self, piece: Piece) -> tuple[Buffer, int, int]:
+        buffer, at, first, size, rest = piece
+        if first == size:
+            return buffer, at, size
+        joint = self._joint.get()
+        copy(buffer, at, first, joint, 0)
+        copy(rest, 0, size - first, joint, first)
+        return joint, 0, size
 
     def _store_one(self, buffer: Buffer, at: int, size: int) -> bytes:
         if is_zero(buffer, at, size):
@@ -103,8 +115,8 @@ class Packs:
 
     def _store_all(self, library: native.Native, pieces: Sequence[Piece]) -> list[bytes]:
         count, table = len(pieces), self._tables.get()
-        for number, (buffer, at, size) in enumerate(pieces):
-            table.put(number, (buffer.address + at, size, 0, ChunkKind.ZERO, 0, _ZERO_TAG))
+        for number, (buffer, at, first, size, rest) in enumerate(pieces):
+            table.put(number, (buffer.address + at, rest.address, first, size, 0, ChunkKind.ZERO, 0, _ZERO_TAG))
         library.mark(self._ids.mark_key, table, count)
         names: list[bytes] = []
         fresh: dict[bytes, bytes] = {}
@@ -117,7 +129,7 @@ class Packs:
                 fresh[name] = b""
         if fresh:
             packed, sealed = self._packed.get(), self._sealed.get()
-            length = library.pack(table, count, packed.address, packed.size)
+            length = library.pack(table, count, packed.address, packed.size, self._joint.get().address)
             pack, offset = self._place(length)
             library.seal(self.origin.native_place(pack, offset), table, count, packed.address, sealed.address)
             self._files[pack].write_at(sealed.view[:length], offset)

@@ -13,8 +13,7 @@ from typing import Protocol
 
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image import cutting
-from gpucr_hpc.image.buffers import Buffer, PerThread, Pool, copy
-from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.buffers import Buffer, Pool
 from gpucr_hpc.image.packs import Packs, Piece
 from gpucr_hpc.image.relay import Relay
 
@@ -36,7 +35,6 @@ class Means:
 
     def __init__(self, packs: Packs, buffers: Pool, relay: Relay, part_bytes: int, path: str) -> None:
         self.packs, self.buffers, self.relay, self.part_bytes = packs, buffers, relay, part_bytes
-        self.joint = PerThread(lambda: Buffer(CHUNK_BYTES))
         self.lock = threading.Lock()
         self.failure: GpucrError | None = None
         self._path = path
@@ -175,22 +173,15 @@ class Part:
 
     def _pieces(self, before: Part | None) -> list[Piece]:
         """Where its chunks are. before: the part in which the first one began."""
-        pieces, at, ends = [], 0, self._ends
+        pieces, at, ends, buffer = [], 0, self._ends, self._buffer
         if before is not None:
             assert before._buffer is not None
-            begin, size, end = before._ends[-1], before._left, ends[0]
-            if end:
-                assert self._buffer is not None
-                joint = self._means.joint.get()
-                copy(before._buffer, begin, size, joint, 0)
-                copy(self._buffer, 0, end, joint, size)
-                pieces.append(Piece(joint, 0, size + end))
-            else:
-                pieces.append(Piece(before._buffer, begin, size))
-            at, ends = end, ends[1:]
+            at, first = ends[0], before._left
+            pieces.append(Piece(before._buffer, before._ends[-1], first, first + at, buffer or before._buffer))
+            ends = ends[1:]
         for end in ends:
-            assert self._buffer is not None
-            pieces.append(Piece(self._buffer, at, end - at))
+            assert buffer is not None
+            pieces.append(Piece(buffer, at, end - at, end - at, buffer))
             at = end
         return pieces
 
