@@ -72,18 +72,11 @@ class NodeRestore:
         if manifest.uid != job.uid:
             raise PermissionRefused(who=f"uid {job.uid}", action=f"restore {manifest.checkpoint} of uid {manifest.uid}")
         engine.check_host(self._meta, context.criu)
-        await self._map_gpus()  # other or too few cards: refused before anything is made
         job.run_dir.make(job.uid, job.gid)
-        self._worker = job.worker()
-        await self._worker.start(job.run_dir.images, stream.SERVE_SOCKET)
-        await self._worker.call(
-            "serve",
-            job=manifest.job,
-            checkpoint=manifest.checkpoint,
-            entry=manifest.image(job.node_rank).as_dict(),
-            key=DataKey.unwrap(manifest.slots, context.site_keys, manifest.checkpoint).reveal_hex(),
-            holder=engine.in_image(self._meta),
-        )
+        # Other or too few cards are refused before the capsule is made. Both wait for a process to start.
+        for failed in await asyncio.gather(self._map_gpus(), self._open_image(), return_exceptions=True):
+            if isinstance(failed, BaseException):
+                raise failed
         await self._fit_files()
         # No supervisor belongs to them before their sruns are started again.
         job.steps.adopt({"on_node": [step | {"launch": "none yet"} for step in self._meta["steps"]]})
@@ -107,6 +100,20 @@ class NodeRestore:
         job.capsule = self._builder.capsule
         job.save()
         await reach(Point.BUILT, job.job)
+
+    async def _open_image(self) -> None:
+        """Start the worker that reads the image, and have it check what needs no chunk."""
+        job, manifest = self._job, self._manifest
+        self._worker = job.worker()
+        await self._worker.start(job.run_dir.images, stream.SERVE_SOCKET)
+        await self._worker.call(
+            "serve",
+            job=manifest.job,
+            checkpoint=manifest.checkpoint,
+            entry=manifest.image(job.node_rank).as_dict(),
+            key=DataKey.unwrap(manifest.slots, job.context.site_keys, manifest.checkpoint).reveal_hex(),
+            holder=engine.in_image(self._meta),
+        )
 
     async def _old_paths(self) -> tuple[list[str], list[tuple[str, str]]]:
         """Directories to cover and files to bind, so that a tree that was started as another job finds its paths."""
