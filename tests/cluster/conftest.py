@@ -149,11 +149,12 @@ def _log_size(lab: Lab, node: str) -> int:
 
 
 def _alarms(lab: Lab, node: str, start: int) -> list[str]:
-    """Lines that no agent should write, from byte `start` of its log on."""
+    """Lines that no agent should write, from byte `start` of its log on, each with what is around it."""
     path = lab.log_dir(node) / "agent.log"
     if not path.exists():
         return []
     with path.open("rb") as file:
         file.seek(start)
         lines = file.read().decode(errors="replace").splitlines()
-    return [f"{node}: {line}" for line in lines if _ALARM.search(line)]
+    found = [number for number, line in enumerate(lines) if _ALARM.search(line)]
+    return [f"{node}: " + "\n".join(lines[max(0, number - 3) : number + 30]) for number in found]
