@@ -82,10 +82,16 @@ async def worker_killed(worker: WorkerClient, _: image_tree.Tree) -> None:
     asyncio.get_running_loop().call_later(0.2, os.kill, pid, signal.SIGKILL)
 
 
+def _kill_one(tree: image_tree.Tree) -> None:
+    assert isinstance(tree, Tree)
+    pid = tree.programs()[-1]
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{pid}/maps").read_text(), LIMIT_S, "the end of a process")
+
+
 async def task_killed(_: WorkerClient, tree: image_tree.Tree) -> None:
     """One of the processes whose memory is about to be filled."""
-    assert isinstance(tree, Tree)
-    os.kill(tree.programs()[-1], signal.SIGKILL)
+    _kill_one(tree)
 
 
 async def task_killed_late(worker: WorkerClient, tree: image_tree.Tree) -> None:
@@ -94,10 +100,7 @@ async def task_killed_late(worker: WorkerClient, tree: image_tree.Tree) -> None:
 
     async def call(verb: str, fds: Sequence[int] = (), **fields: Any) -> Any:
         if verb == "fill":
-            assert isinstance(tree, Tree)
-            pid = tree.programs()[-1]
-            os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: not Path(f"/proc/{pid}/maps").read_text(), LIMIT_S, "the end of a process")
+            _kill_one(tree)
         return await kept(verb, fds, **fields)
 
     worker.call = call  # type: ignore[method-assign]
