@@ -12,6 +12,7 @@ from jobs import JobRun, bench, configured
 from programs import count
 
 from gpucr_hpc import proc
+from gpucr_hpc.image.layout import HEADER_BYTES
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.wait import wait_until
 
@@ -70,8 +71,10 @@ def test_full_store(lab: Lab) -> None:
 
 
 def flip(path: Path) -> None:
+    """In every chunk: not all are read at a restore, what only `gpucr inspect` shows is not."""
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
+    for at in range(HEADER_BYTES, len(data), 8):
+        data[at] ^= 1
     path.write_bytes(data)
 
 
@@ -98,12 +101,12 @@ def leave_and_stay(lab: Lab, job: JobRun) -> None:
 
 
 def harm(job: JobRun, kind: str, which: int = -1) -> str:
-    """Damage a set of the job; the name that must be in the message. A pack is one of the set's own: one that it
-    refers to is, by a hard link, the earlier set's as well."""
+    """Damage a set of the job; the name that must be in the message. A pack is the largest of the set's own: one that
+    it refers to is, by a hard link, the earlier set's as well."""
     pattern, action = DAMAGE[kind]
     directory = job.store() / job.sets()[which]
-    own = (p for p in sorted(directory.glob("**/*")) if p.match(pattern) and p.stat().st_nlink == 1)
-    path = directory if pattern == "." else next(own)
+    own = (p for p in directory.glob("**/*") if p.match(pattern) and p.stat().st_nlink == 1)
+    path = directory if pattern == "." else max(own, key=lambda p: p.stat().st_size)
     action(path)
     return directory.name if kind in ("no-set", "no-manifest") else path.name
 
