@@ -257,8 +257,8 @@ static int decrypt(const struct place *p, const struct chunk *c, const unsigned 
 }
 
 // Opens chunks, each at its place in a file, until one fails; *count says how many were opened. A chunk's plain bytes go to
-// where it says, their mark, under mark_key if there is one, into its tag. fd -1: it is in `sealed` already. sealed, opened:
-// room for what is stored of one. 0, the error number of a read, or a failure.
+// where it says, their mark, under mark_key if there is one, into its tag. sealed, opened: room for what is stored of one.
+// 0, the error number of a read, or a failure.
 EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct chunk *chunks, size_t *count, unsigned char *sealed, unsigned char *opened, const unsigned char *mark_key)
 {
 	EVP_CIPHER_CTX *context = mark_key ? cipher(mark_key, 1) : NULL;
@@ -268,7 +268,7 @@ EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct 
 		const struct place *p = places + *count;
 		struct chunk *c = chunks + *count;
 		unsigned char *plain = (unsigned char *)c->plain;
-		failed = fds[*count] < 0 ? 0 : read_all(fds[*count], sealed, c->length, p->offset);
+		failed = read_all(fds[*count], sealed, c->length, p->offset);
 		if (!failed)
 			failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
 		if (!failed && c->kind == LZ4 && LZ4_decompress_safe((char *)opened, (char *)plain, c->length, c->size) != (int)c->size)

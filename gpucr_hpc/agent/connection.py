@@ -41,6 +41,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
+        self.peer = "?"  # address of the other side
         self._buffer = bytearray()
         self._ended = False
         self._gone = asyncio.Event()
@@ -78,6 +79,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self.peer = str(transport.get_extra_info("peername")[0])
         notice_dead_peer(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -115,6 +115,7 @@ class MemberSession(Session):
         found = self._get(job, run)
         while found.phase in (Phase.CHECKPOINTING, Phase.SEALING):  # one whose lead was lost is still being undone
             await asyncio.sleep(_LOOK_INTERVAL_S)
+            found = self._get(job, run)
         if found.phase is not Phase.RUNNING:
             raise Busy(job=job, operation=f"{found.phase}")
         found.set_phase(Phase.CHECKPOINTING)
@@ -253,6 +254,12 @@ class MemberSession(Session):
 
     async def close(self) -> None:
         self._ranks.drop()
+        try:
+            await self._close_checkpoint()
+        finally:
+            await self._close_restore()
+
+    async def _close_checkpoint(self) -> None:
         if self._participant is not None and self._job is not None:
             part, self._participant = self._participant, None
             if self._job.phase is Phase.REQUEUEING and await self._has_left(self._job):
@@ -261,6 +268,8 @@ class MemberSession(Session):
             else:
                 log.warning("lead lost, checkpoint undone", job=self._job.job)
                 await self._undo(part)
+
+    async def _close_restore(self) -> None:
         if self._restore is not None:
             restore, self._restore = self._restore, None
             await restore.undo()

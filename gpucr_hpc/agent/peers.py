@@ -141,7 +141,13 @@ class _Served(Connection):
         finally:
             self._at_work = None
             self.close()
-            await asyncio.shield(self._session.close())
+            await asyncio.shield(self._close_session())
+
+    async def _close_session(self) -> None:
+        try:
+            await self._session.close()
+        except Exception as error:
+            log.error("operation not undone", node=self.peer, error=repr(error))
 
     async def _request(self) -> Message | None:
         """The next request, None at the end of the connection."""
@@ -171,10 +177,10 @@ class _Served(Connection):
 
     def ended(self, error: Exception | None) -> None:
         if isinstance(error, OtherVersion):
-            log.warning("an agent of another version is not heard", node=self._from(), version=error.version)
+            log.warning("an agent of another version is not heard", node=self.peer, version=error.version)
             self.send({})  # who reads it finds our version
         elif error is not None:
-            log.warning("agent connection broken", node=self._from(), error=repr(error))
+            log.warning("agent connection broken", node=self.peer, error=repr(error))
         if self._sign is not None:
             self._sign.cancel()
         if self._given_up:
@@ -184,11 +190,6 @@ class _Served(Connection):
     def _wake(self) -> None:
         if self._coming is not None and not self._coming.done():
             self._coming.set_result(None)
-
-    def _from(self) -> str:
-        """Address of the other side."""
-        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return str(peer[0]) if peer else "?"
 
 
 async def _answer(session: Session, message: dict[str, Any]) -> dict[str, Any]:

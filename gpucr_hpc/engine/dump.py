@@ -259,13 +259,16 @@ async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
     read, write = pipe()
 
     def feed() -> None:
-        with open(write, "wb") as file:
+        # A worker that does not read on has said why.
+        with contextlib.suppress(BrokenPipeError), open(write, "wb") as file:
             file.write(content)
 
     fed = asyncio.get_running_loop().run_in_executor(None, feed)
-    with open(read, "rb"):
-        await worker.call("add", [read], name=name)
-    await fed
+    try:
+        with open(read, "rb"):
+            await worker.call("add", [read], name=name)
+    finally:
+        await fed
 
 
 def remove_link_remaps(capsule: Capsule) -> None:

@@ -81,7 +81,10 @@ class Worker:
                     os.close(fd)
             with contextlib.suppress(OSError):
                 send_record(self._control, json.dumps(answer).encode())
-        self.do_abort()
+        try:
+            self.do_abort()
+        except GpucrError as error:  # nobody is there to be told; an orphan is found later
+            print(f"gpucr worker: not removed: {error}", file=sys.stderr)
 
     @property
     def store(self) -> PosixStore:

@@ -29,6 +29,7 @@ _ENDS = MAX_CHUNKS + 2
 # struct chunk, struct place and struct span of chunks.c
 _CHUNK = struct.Struct("=QQIIIBB2x16s")
 _PLACE = struct.Struct("=32sQHHH128s2x")
+_MAX_NAME_BYTES = 128
 _SPAN = struct.Struct("=QQQ")
 
 #: What `Native.open` found other than a chunk; a positive number is the error number of the read.
@@ -69,7 +70,8 @@ class Table:
 
 def place(key: bytes, offset: int, rank: int, pack: int, checkpoint: bytes) -> bytes:
     """Where chunks lie and what binds them to it."""
-    assert len(checkpoint) <= 128
+    if len(checkpoint) > _MAX_NAME_BYTES:
+        raise ValueError(f"a checkpoint's name has {len(checkpoint)} bytes")
     return _PLACE.pack(key, offset, rank, pack, len(checkpoint), checkpoint)
 
 
@@ -126,8 +128,8 @@ class Native:
     ) -> tuple[int, int]:
         """Open the table's first chunks, until one fails: 0 or what was wrong, and how many were opened.
 
-        Each is read from a file at its place (fd -1: it is at `sealed`) and decrypted and expanded to its address; its
-        tag becomes the mark of its plain bytes under `key`.
+        Each is read from a file at its place, decrypted and expanded to its address; its tag becomes the mark of its
+        plain bytes under `key`. sealed, opened: room for a chunk.
         """
         count = ctypes.c_size_t(len(places))
         numbers = (ctypes.c_int * len(fds))(*fds)

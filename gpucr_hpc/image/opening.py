@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from gpucr_hpc.errors import GpucrError, IntegrityError, store_error
+from gpucr_hpc.errors import GpucrError, IntegrityError, UsageError, store_error
 from gpucr_hpc.image import layout, native, version1
 from gpucr_hpc.image.buffers import Buffer, PerThread, copy, decompress
 from gpucr_hpc.image.chunkid import ChunkIds
@@ -45,7 +45,8 @@ class Opener:
         for chunk in chunks:
             places.append((at, chunk.plain))
             at += chunk.plain
-        assert at <= room.size
+        if at > room.size:
+            raise UsageError(reason=f"{at} bytes of chunks do not fit into {room.size}")
         files = [self._origins[chunk.source][1][chunk.pack] for chunk in chunks]
         if native.library is None or self._version == 1 or any(file.fd is None for file in files):
             for number, chunk, file, (begin, _) in zip(numbers, chunks, files, places, strict=True):
@@ -71,7 +72,7 @@ class Opener:
             table.put(at, (address, 0, chunk.plain, chunk.plain, chunk.stored, chunk.kind, 0, chunk.tag))
         failed, count = library.open(
             [self._origins[chunk.source][0].native_place(chunk.pack, chunk.offset) for chunk in chunks],
-            [-1 if file.fd is None else file.fd for file in files],
+            [file.fd for file in files if file.fd is not None],
             table,
             self._sealed.get().address,
             self._opened.get().address,

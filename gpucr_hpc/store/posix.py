@@ -13,6 +13,7 @@ exchanged meanwhile leads nowhere. One rename publishes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -102,13 +103,10 @@ class PosixStore:
         """See Store.delete."""
         check_job_id(job)
         check_checkpoint_id(checkpoint)
-        trash = f"{checkpoint}{_TRASH}{secrets.token_hex(4)}"
         path = self._path(job, checkpoint)
         try:
             with self._job(job) as fd, errors_at(path):
-                os.rename(checkpoint, trash, src_dir_fd=fd, dst_dir_fd=fd)
-                os.fsync(fd)
-                remove_tree(trash, fd)
+                _throw_away(checkpoint, fd)
         except ObjectMissing:
             raise CheckpointMissing(checkpoint=checkpoint, path=self._path(job)) from None
         self._remove_empty(job)
@@ -180,7 +178,10 @@ class PosixStore:
             raise UsageError(reason=f"{orphan.name!r} is not an orphan's name")
         with contextlib.suppress(ObjectMissing):
             with self._job(orphan.job) as fd, errors_at(self._path(orphan.job, orphan.name)):
-                remove_tree(orphan.name, fd)
+                if orphan.name.endswith(_PARTIAL):
+                    _throw_away(orphan.name, fd)
+                else:
+                    remove_tree(orphan.name, fd)
             self._remove_empty(orphan.job)
 
     # --- records ----------------------------------------------------------------------------------------
@@ -314,13 +315,26 @@ class PosixStaging:
         """See Staging.abort."""
         with contextlib.suppress(ObjectMissing):
             with self._store._job(self.job) as fd, errors_at(self._path):
-                remove_tree(self._name, fd)
+                _throw_away(self._name, fd)
             self._store._remove_empty(self.job)
 
     @contextmanager
     def _here(self) -> Iterator[tuple[int, int]]:
         with self._store._job(self.job) as job, open_directory(self._name, job, self._path) as fd:
             yield job, fd
+
+
+def _throw_away(name: str, fd: int) -> None:
+    """Remove a checkpoint's directory, whatever others do with it meanwhile: who publishes it was first, and it is not
+    here under this name any more (FileNotFoundError), or finds none. One who still writes into it leaves an orphan."""
+    trash = f"{name.partition('.')[0]}{_TRASH}{secrets.token_hex(4)}"
+    os.rename(name, trash, src_dir_fd=fd, dst_dir_fd=fd)
+    os.fsync(fd)
+    try:
+        remove_tree(trash, fd)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
 
 
 def _is_orphan_name(name: str) -> bool:

@@ -7,6 +7,7 @@ so does this process; what state a GPU process is in is looked up by the next ag
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -146,7 +147,8 @@ def _error(error: GpucrError) -> dict[str, Any]:
 def main() -> None:
     """Entry of the process: argv is the answers' descriptor and the kind of driver."""
     worker = Worker(sys.argv[2])
-    with open(int(sys.argv[1]), "w", buffering=1) as answers:
+    # Nobody reads an answer when the agent has died.
+    with contextlib.suppress(BrokenPipeError), open(int(sys.argv[1]), "w", buffering=1) as answers:
         for line in sys.stdin:
             answers.write(json.dumps(worker.answer(json.loads(line))) + "\n")
 

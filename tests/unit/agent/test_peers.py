@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
 import ssl
@@ -141,6 +142,23 @@ def test_other_requests_are_carried_to_their_end() -> None:
         await asyncio.gather(call, return_exceptions=True)
 
     assert with_peer(case) == ["firm begins", "firm done", "closed"]
+
+
+def test_an_end_that_fails_is_said_in_one_line(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: Recorder) -> None:
+        self._journal.append("closed")
+        raise OSError("no way back")
+
+    monkeypatch.setattr(Recorder, "close", broken)
+
+    async def case(peer: Peer, journal: list[str], hold: asyncio.Event) -> None:
+        peer.close()
+
+    assert with_peer(case) == ["closed"]
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records] == ["operation not undone"]
 
 
 def test_a_call_that_is_cut_off_ends_the_connection() -> None:

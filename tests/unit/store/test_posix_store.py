@@ -297,3 +297,66 @@ def test_new_record_without_hard_links(store, monkeypatch, tmp_path):
     assert [True, False] == [store.add_record("41", "claim", data) for data in (b"one", b"two")]
     assert store.get_record("41", "claim") == b"one"
     assert os.listdir(tmp_path / "store" / "41") == ["record-claim"]
+
+
+@pytest.mark.parametrize("moment", ["replace_file", "rename", "listdir"])
+def test_who_publishes_and_who_aborts_never_share_a_checkpoint(store, monkeypatch, moment):
+    """Agents of several nodes have one open; whatever one is at when the other comes, it is whole or not there."""
+    staging = store.begin("41", ID)
+    with staging.create("a.pack") as file:
+        file.write(b"data")
+    other = store.attach("41", ID)
+    done = []
+
+    def first(work, kept):
+        def call(*args, **kwargs):
+            if not done:
+                done.append(None)
+                try:
+                    work()
+                except StoreError as error:
+                    done[0] = error
+            return kept(*args, **kwargs)
+
+        return call
+
+    if moment == "replace_file":  # aborted when the manifest is about to be written
+        monkeypatch.setattr(posix, "replace_file", first(other.abort, posix.replace_file))
+        with pytest.raises(StoreError):
+            staging.publish(b"M")
+    elif moment == "rename":  # published, or not, when the other is about to take it away
+        monkeypatch.setattr(posix.os, "rename", first(lambda: staging.publish(b"M"), os.rename))
+        other.abort()
+    else:  # what comes when its content is being removed
+        monkeypatch.setattr("gpucr_hpc.store.files.os.listdir", first(lambda: staging.publish(b"M"), os.listdir))
+        other.abort()
+        assert isinstance(done[0], StoreError)
+    monkeypatch.undo()
+    assert done
+    if store.list():
+        assert moment == "rename"
+        with store.open("41", ID, "a.pack") as file:
+            assert file.read() == b"data"
+    for orphan in store.orphans(0):
+        store.remove_orphan(orphan)
+    assert not list(store.orphans(0))
+
+
+def test_a_file_that_comes_while_a_checkpoint_is_removed_leaves_an_orphan(store, monkeypatch):
+    staging = store.begin("41", ID)
+    with staging.create("a.pack") as file:
+        listdir = os.listdir
+
+        def late(fd):
+            found = listdir(fd)
+            if "a.pack" in found:
+                os.close(os.open("late", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+            return found
+
+        monkeypatch.setattr("gpucr_hpc.store.files.os.listdir", late)
+        staging.abort()
+        monkeypatch.undo()
+        file.write(b"data")
+    (orphan,) = store.orphans(0)
+    store.remove_orphan(orphan)
+    assert store.orphans(0) == []
