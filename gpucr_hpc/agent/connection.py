@@ -14,6 +14,7 @@ import asyncio.sslproto
 import json
 import socket
 import struct
+from abc import ABC, abstractmethod
 from typing import Any
 
 #: Raised when an agent of before would misunderstand a request or an answer, or miss something in it.
@@ -36,7 +37,7 @@ class OtherVersion(Exception):
         self.version = version
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol, ABC):
     """Cuts what comes into messages. What is sent is at most a message ahead of the other side, which answers each."""
 
     def __init__(self) -> None:
@@ -46,13 +47,13 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._gone = asyncio.Event()
 
+    @abstractmethod
     def heard(self, message: Message) -> None:
         """A message came, here without its version. Raises ConnectionError where none was due."""
-        raise NotImplementedError
 
+    @abstractmethod
     def ended(self, error: Exception | None) -> None:
         """Nothing more will come, told once. error: None when the other side, or this one, has closed in order."""
-        raise NotImplementedError
 
     def send(self, message: Message) -> None:
         """Send a message; to one that is gone it is no error here, `ended` tells."""

@@ -11,19 +11,23 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from gpucr_hpc.image import native
 from gpucr_hpc.image.buffers import Buffer, compress, decompress
 from gpucr_hpc.image.chunkid import ChunkIds
 from gpucr_hpc.image.chunks import CHUNK_BYTES, SAMPLE_BYTES, TAG_BYTES, Origin, is_zero, seal, squeeze, unseal
 from gpucr_hpc.image.cutting import cuts, marks
+from gpucr_hpc.image.extents import Extent
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.writer import ImageWriter
 
 ROUNDS = 7
 _CHUNKS = 100
+_MEMORY_CHUNKS = 1000
 ID = "20261127T232501Z-3f9a"
 
 
@@ -124,6 +128,39 @@ def path(content: Buffer, threads: int) -> tuple[float, float]:
     return _CHUNKS * CHUNK_BYTES / took / 1e9, used / _CHUNKS
 
 
+@contextmanager
+def memory() -> Iterator[int]:
+    """A file in memory, noise of which no chunk is equal to another."""
+    fd, noise = os.memfd_create("memory"), bytearray(os.urandom(CHUNK_BYTES))
+    try:
+        for number in range(_MEMORY_CHUNKS):
+            for at in range(0, CHUNK_BYTES, 32 << 10):
+                noise[at + 64 : at + 72] = (number * CHUNK_BYTES + at).to_bytes(8, "little")
+            os.write(fd, noise)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def whole(source: int, threads: int) -> float:
+    """GB/s from memory that threads read, as it is read beside CRIU, into packs that are files in memory."""
+    image = ImageWriter(
+        lambda _name: open(os.memfd_create("pack"), "w+b", buffering=0),  # noqa: SIM115 - the image closes it
+        checkpoint=ID,
+        node_rank=0,
+        key=DataKey.generate(),
+        packs=8,
+        workers=threads,
+    )
+    start = time.perf_counter()
+    with image.stream("pages-1.img", pages=True) as stream:
+        stream.copy_extents([Extent(source, 0, _MEMORY_CHUNKS * CHUNK_BYTES)])
+    image._crew.end()
+    took = time.perf_counter() - start
+    image.abort()
+    return _MEMORY_CHUNKS * CHUNK_BYTES / took / 1e9
+
+
 def main(wanted: Sequence[int]) -> None:
     """Prints one JSON object. wanted: numbers of threads beside 1; as many as there are processors when empty."""
     processors = len(os.sched_getaffinity(0))
@@ -144,6 +181,13 @@ def main(wanted: Sequence[int]) -> None:
         rounds = [[path(content, count) for count in threads] for _ in range(ROUNDS)]
         rates[f"seal path, {name}"] = [statistics.median(each[n][0] for each in rounds) for n in range(len(threads))]
         ratios[f"seal path of {name}: limit / CPU time"] = limits[name] / min(each[0][1] for each in rounds)
+    with memory() as source:
+        for name, library in (("in C", native.library), ("in Python", None)):
+            if name == "in C" and library is None:
+                continue  # not installed, or does not pay here
+            with mock.patch.object(native, "library", library):
+                found_rates = [[whole(source, count) for count in threads] for _ in range(3)]
+            rates[f"memory to packs, noise, {name}"] = [max(each) for each in zip(*found_rates, strict=True)]
     pairs = []
     for _ in range(ROUNDS):
         tried = path(noise, processors)[1]

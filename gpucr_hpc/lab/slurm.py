@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADL
 Job = dict[str, Any]
 
 
-class SlurmCommands:
+class SlurmCommands(ABC):
     """Mixed into Lab, which knows how a command gets into a node."""
 
+    @abstractmethod
     def exec_argv(self, node: str, argv: Sequence[str], user: str | None = None) -> list[str]:
-        raise NotImplementedError
+        """What runs a command in a node from outside."""
 
     def exec(
         self,
