@@ -25,6 +25,8 @@ from gpucr_hpc.model import Manifest, check_job_id
 
 log = Log(__name__)
 
+_REQUEST_LIMIT_S = 10.0
+
 
 class Control:
     """Serves the control socket."""
@@ -42,7 +44,12 @@ class Control:
 
         try:
             peer = wire.peer_of(writer.get_extra_info("socket"))
-            request = json.loads(await asyncio.wait_for(reader.readline(), 10))
+            try:
+                line = await asyncio.wait_for(reader.readline(), _REQUEST_LIMIT_S)
+            except OSError as error:  # nobody is there to be answered
+                log.warning("no request came", pid=peer.pid, uid=peer.uid, error=repr(error))
+                return
+            request = json.loads(line)
             verb = str(request.pop("op", ""))
             method = getattr(self, f"do_{verb}", None)
             if method is None:

@@ -61,7 +61,10 @@ class Agent:
                 log.error("job not adopted", job=run_dir.job, error=str(error))
         for name in network.existing():
             if name not in self.jobs:
-                await network.remove(name)
+                try:
+                    await network.remove(name)
+                except GpucrError as error:
+                    log.error("network of a dead job not removed", job=name, error=str(error))
 
     async def sweep(self) -> None:
         """For ever: end the capsules of jobs that are led elsewhere and, by Slurm's word, are not here any more.

@@ -116,7 +116,8 @@ class ProtectedJob:
 
     async def place(self, supervisor: Supervisor, nspid: int, *, whole_tree: bool) -> None:
         """Move a task (pid inside the namespace), with whole_tree all its descendants, to its supervisor."""
-        assert self.capsule is not None
+        if self.capsule is None:
+            return  # discarded while the request was on its way
         processes = namespace_processes(self.capsule.init_pid)
         task = next((p for p in processes if p.nspid == nspid), None)
         if task is None:

@@ -80,7 +80,7 @@ async def _hello_step(job: ProtectedJob, supervisor: Supervisor) -> None:
     if rank in step.ended:
         await supervisor.refuse("", lead.exit_code(step.ended[rank]))
         return
-    with_tasks = environment_of(supervisor.pid).get("SLURM_STEP_NUM_TASKS", "")
+    with_tasks = _environment(supervisor.pid).get("SLURM_STEP_NUM_TASKS", "")
     step.tasks = int(with_tasks) if with_tasks.isdigit() else step.tasks
     job.supervisors[supervisor.key] = supervisor
     if job.phase in AT_WORK:
@@ -89,10 +89,15 @@ async def _hello_step(job: ProtectedJob, supervisor: Supervisor) -> None:
 
 def _of_launch(pid: int, step: StepOnNode) -> bool:
     """Whether a supervisor belongs to the step's present srun, not to one of a restore that was given up."""
+    return not step.launch or _environment(pid).get(LAUNCH_VARIABLE) == step.launch
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """That of a process, empty when it has ended."""
     try:
-        return not step.launch or environment_of(pid).get(LAUNCH_VARIABLE) == step.launch
+        return environment_of(pid)
     except OSError:
-        return False  # it has ended
+        return {}
 
 
 async def _admit(job: ProtectedJob, supervisor: Supervisor) -> None:

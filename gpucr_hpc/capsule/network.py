@@ -199,9 +199,12 @@ async def unlock(job: str) -> None:
 
 
 async def remove(job: str) -> None:
-    """Remove the namespaces with their devices; one that is gone is no error."""
-    if await asyncio.to_thread(_remove, job):
-        await wayout.settle_node()
+    """Remove the namespaces with their devices; one that is gone is no error. Raises CapsuleError."""
+    try:
+        if await asyncio.to_thread(_remove, job):
+            await wayout.settle_node()
+    except (NetlinkError, OSError) as error:
+        raise CapsuleError(job=job, reason=f"its network is not removed: {error}") from None
 
 
 def _remove(job: str) -> bool:

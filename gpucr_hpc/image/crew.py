@@ -18,7 +18,8 @@ class Crew:
 
     def __init__(self, threads: int, *, places: int, hold: bool, name: str) -> None:
         self.sealing = not hold
-        self._places = threading.BoundedSemaphore(places)
+        self._count, self._places = places, threading.BoundedSemaphore(places)
+        self._ending = threading.Lock()
         self._lock = threading.Lock()
         self._held: list[Part] = []
         self._ended = False
@@ -32,18 +33,18 @@ class Crew:
         if not self._places.acquire(blocking=False):
             self.begin()
             self._places.acquire()
-        if part.is_small:
-            part.seal()
-            self._places.release()
-            return True
+        small = part.is_small
         with self._lock:
             taken = not self._ended
-            if taken and part.is_fetched and not self.sealing:
-                self._held.append(part)
-            elif taken:
-                self._work.put(part)
-        if not taken:
-            self._places.release()
+            if taken and not small:
+                if part.is_fetched and not self.sealing:
+                    self._held.append(part)
+                else:
+                    self._work.put(part)
+                return True
+        if taken:
+            part.seal()
+        self._places.release()
         return taken
 
     def begin(self) -> None:
@@ -55,7 +56,7 @@ class Crew:
                 self._work.put(part)
 
     def end(self) -> None:
-        """Wait until all is done; twice is fine."""
+        """Wait until all is done, also what others seal in `submit`; twice is fine."""
         self.begin()
         with self._lock:
             if not self._ended:
@@ -64,6 +65,11 @@ class Crew:
                     self._work.put(None)
         for thread in self._threads:
             thread.join()
+        with self._ending:
+            for _ in range(self._count):
+                self._places.acquire()
+            for _ in range(self._count):
+                self._places.release()
 
     def _run(self) -> None:
         while (part := self._work.get()) is not None:

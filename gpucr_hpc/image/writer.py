@@ -80,11 +80,11 @@ class ImageWriter:
         heads = {name: self._header(layout.PACK_MAGIC, number) for number, name in enumerate(self._names)}
         threads = workers or default_workers()
         size = _part_bytes(threads)
-        self._packs = Packs(create, heads, origin, ids, base.records if base else {}, size)
         room = room_bytes // size
         places = max(threads + 2, 2 * threads * CHUNK_BYTES // size)
         buffers = Pool(size, 2 * places + room)
         buffers.reserve(min(room, -(-expected_bytes // size)))
+        self._packs = Packs(create, heads, origin, ids, base.records if base else {}, size)
         self._means = Means(self._packs, buffers, Relay(threads + 2, size), size, f"image {node_rank}")
         hold = 0 < expected_bytes <= room_bytes
         self._crew = Crew(threads, places=places + room, hold=hold, name=f"image-{node_rank}")

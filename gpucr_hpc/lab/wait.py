@@ -13,8 +13,9 @@ _FIRST_PAUSE_S = 0.01
 _LONGEST_PAUSE_S = 0.2
 
 
-def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Return the first true value of condition(); LabError with `what` when there was none within timeout_s.
+def wait_until(condition: Callable[[], T], timeout_s: float, what: str | Callable[[], str]) -> T:
+    """Return the first true value of condition(); LabError with `what`, or what it says then, when there was none
+    within timeout_s.
 
     Pauses grow from 10 to 200 ms. A condition that can no longer come true should raise by itself.
     """
@@ -26,6 +27,7 @@ def wait_until(condition: Callable[[], T], timeout_s: float, what: str) -> T:
             return value
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise LabError(reason=f"waited {timeout_s:g} s in vain for {what}")
+            wanted = what if isinstance(what, str) else what()
+            raise LabError(reason=f"waited {timeout_s:g} s in vain for {wanted}")
         time.sleep(min(pause_s, left_s))
         pause_s = min(pause_s * 1.5, _LONGEST_PAUSE_S)

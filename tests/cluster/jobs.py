@@ -82,7 +82,7 @@ class JobRun:
                 raise AssertionError(f"job {self.id} ended without {text!r}:\n{self.raw[-3000:]}")
             return False
 
-        wait_until(look, timeout_s, f"{text!r} in the output of job {self.id}")
+        wait_until(look, timeout_s, lambda: f"{text!r} in the output of job {self.id}:\n{self.raw[-3000:]}")
         return self
 
     @property
@@ -99,7 +99,7 @@ class JobRun:
 
     def end(self, code: int = 0, state: str = "", timeout_s: float = 90) -> JobRun:
         """Wait for the end and check its exit code (128+N: signal N) and state."""
-        wait_until(lambda: self.over, timeout_s, f"the end of job {self.id}:\n{self.raw[-2000:]}")
+        wait_until(lambda: self.over, timeout_s, lambda: f"the end of job {self.id}:\n{self.raw[-3000:]}")
         info = self.info
         status = info["exit_code"]
         signal = status["signal"]["id"]["number"] if "signal" in status else 0
@@ -309,11 +309,18 @@ def configured(lab: Lab, extra: str, nodes: Sequence[str] = ()) -> Iterator[None
 def slurm_setting(lab: Lab, line: str) -> Iterator[None]:
     """One more line in every slurm.conf while the test runs; nodes that are off at its end are started."""
 
+    def starts(node: str) -> int:
+        return (lab.root(node) / "var/log/slurmd.log").read_text().count("] slurmd started on ")
+
     def write(text: str) -> None:
         for node in lab.nodes():  # one that was started anew has its files in another place
             (lab.root(node) / "etc/slurm/slurm.conf").write_text(text)
-        lab.exec("ctl", ["scontrol", "reconfigure"])
-        lab.wait_ready(lab.nodes()[1:])
+        nodes = lab.nodes()[1:]
+        before = {node: starts(node) for node in nodes}
+        lab.exec("ctl", ["scontrol", "reconfigure"])  # returns before any slurmd has read the file
+        for node in nodes:
+            wait_until(lambda node=node: starts(node) > before[node], 30, f"slurmd's new start on {node}")
+        lab.wait_ready(nodes)
 
     before = (lab.root("ctl") / "etc/slurm/slurm.conf").read_text()
     try:
