@@ -131,7 +131,9 @@ class NetworkConfig:
 
     subnet: addresses of capsules, by node rank. vni_base: VXLAN network identifiers start here, the job id is
     added (modulo 2^24). vxlan_port: UDP port of the tunnels. mtu: of the capsules' interface; 0: the node's
-    interface's less 50 for the tunnel. nat: let jobs reach the site's network through their node.
+    interface's less 50 for the tunnel. congestion_control: TCP's in jobs of several nodes, the first that the
+    node's kernel lets them use, where a program asks for none; empty: the node's. nat: let jobs reach the site's
+    network through their node.
     agent_port: TCP port on which agents talk to each other.
     """
 
@@ -139,6 +141,7 @@ class NetworkConfig:
     vni_base: int = 0x470000
     vxlan_port: int = 8474
     mtu: int = 0
+    congestion_control: tuple[str, ...] = ("cubic", "reno")
     nat: bool = True
     agent_port: int = 6827
 

@@ -24,7 +24,10 @@ from gpucr_hpc.capsule import wayout
 from gpucr_hpc.capsule.wayout import NAMESPACES, PERMANENT, remove_namespace
 from gpucr_hpc.config import NetworkConfig
 from gpucr_hpc.errors import CapsuleError, GpucrError
+from gpucr_hpc.log import Log
 from gpucr_hpc.proc import clean_env, run_async
+
+log = Log(__name__)
 
 INTERFACE = "job0"
 _PREFIX = "gpucr-"
@@ -37,6 +40,11 @@ table inet gpucr_lock {{
   chain output {{ type filter hook output priority -400; policy drop; meta mark {_CRIU_MARK:#x} accept; }}
 }}
 """
+
+#: A shell's script: TCP in this namespace uses the first congestion control of its arguments that the kernel lets it.
+CHOOSE_CONGESTION_CONTROL = (
+    'for name; do echo "$name" > /proc/sys/net/ipv4/tcp_congestion_control && exit 0; done; exit 1'
+)
 
 
 @dataclass(frozen=True)
@@ -95,6 +103,13 @@ async def _nft(rules: str, job: str) -> None:
     (await run_async(argv, stdin=rules, timeout_s=20, env=clean_env())).check()
 
 
+async def _choose_congestion_control(job: str, names: Sequence[str]) -> None:
+    argv = ["nsenter", f"--net={namespace_path(job)}", "sh", "-c", CHOOSE_CONGESTION_CONTROL, "sh", *names]
+    done = await run_async(argv, timeout_s=20, env=clean_env())
+    if done.status:
+        log.warning("jobs' TCP is as the node's", job=job, wanted=" ".join(names), error=done.stderr.strip())
+
+
 async def settle_host() -> None:
     """Once per start of the agent: the node's side is as the capsules that exist need it, and not as others left it."""
     await wayout.settle_node()
@@ -111,6 +126,8 @@ async def create(job: str, node_rank: int, geometry: Geometry, config: NetworkCo
         if locked:
             await lock(job)
         seen_as = await asyncio.to_thread(_configure, job, node_rank, geometry, config)
+        if config.congestion_control and len(geometry.nodes) > 1:
+            await _choose_congestion_control(job, config.congestion_control)
         if seen_as:
             await wayout.translate(job, seen_as)
     except (GpucrError, NetlinkError, OSError) as error:

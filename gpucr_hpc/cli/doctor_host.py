@@ -12,7 +12,8 @@ from glob import glob
 from pathlib import Path
 
 from gpucr_hpc.capsule import cgroup
-from gpucr_hpc.config import Config
+from gpucr_hpc.capsule.network import CHOOSE_CONGESTION_CONTROL
+from gpucr_hpc.config import Config, NetworkConfig
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.dump import LOG_DIRECTORY
 from gpucr_hpc.errors import ToolMissing
@@ -49,7 +50,7 @@ async def examine(config: Config, agent: int | None) -> list[Line]:
         chunks(native.reason),
         disk(config.agent.run_dir, _RUN_BYTES, "the agent cannot keep the state of its jobs and takes none"),
         disk(str(LOG_DIRECTORY), _LOG_BYTES, "CRIU's log of a checkpoint that failed is lost"),
-        await network(config.network.vxlan_port),
+        await network(config.network),
     ]
 
 
@@ -155,17 +156,27 @@ def disk(path: str, least_bytes: int, cost: str) -> Line:
     return "disk", writable and free >= least_bytes, detail, f"make room there, writable for root   # otherwise {cost}"
 
 
-async def network(vxlan_port: int) -> Line:
+async def network(config: NetworkConfig) -> Line:
     """Make, in a namespace that ends at once, what the network of a job is made of."""
-    argv = ["unshare", "--net", "sh", "-c", _TRIAL.format(port=vxlan_port)]
+    said = await _trial(_TRIAL.format(port=config.vxlan_port))
+    if said:
+        advice = "modprobe -a vxlan veth nf_tables nft_chain_nat   # otherwise jobs run without protection"
+        return "network", False, f"a namespace with VXLAN, veth and nftables cannot be made: {said}", advice
+    detail, names = "VXLAN, veth, nftables", config.congestion_control
+    if names and await _trial(CHOOSE_CONGESTION_CONTROL, *names):
+        advice = 'network.congestion_control = ["reno"]   # otherwise TCP in jobs of several nodes is as the node\'s'
+        return "network", False, f"{detail}; jobs may use no congestion control of {', '.join(names)}", advice
+    return "network", True, detail, ""
+
+
+async def _trial(script: str, *args: str) -> str:
+    """Run a shell's script in a network namespace of its own; why it failed."""
     try:
+        argv = ["unshare", "--net", "sh", "-c", script, "sh", *args]
         done = await run_async(argv, stdin=_RULES, timeout_s=_TRIAL_LIMIT_S, env=clean_env())
-        said = (done.stderr.strip() or f"status {done.status}").splitlines()[0] if done.status else ""
     except ToolMissing as error:
-        said = str(error)
-    detail = f"a namespace with VXLAN, veth and nftables cannot be made: {said}" if said else "VXLAN, veth, nftables"
-    advice = "modprobe -a vxlan veth nf_tables nft_chain_nat   # otherwise jobs run without protection"
-    return "network", not said, detail, advice
+        return str(error)
+    return (done.stderr.strip() or f"status {done.status}").splitlines()[0] if done.status else ""
 
 
 def plugin(live: Mapping[str, str]) -> Line:

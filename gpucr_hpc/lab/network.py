@@ -2,8 +2,8 @@
 
 A protected and an unprotected job run on the same two nodes and take turns: one round of the one, one of the other. So
 both meet the same machine, whatever else it does. TCP segments are of one size in both: what fits into a frame of the
-capsule's network, whose MTU is smaller by the tunnel's headers. TCP's congestion control is the machine's; the report
-names it, since one that paces (bbr) sends at times of its own.
+capsule's network, whose MTU is smaller by the tunnel's headers. TCP's congestion control is what jobs get, outside the
+machine's, inside the configuration's; the report names both, since one that paces (bbr) sends at times of its own.
 
 Both nodes are on one machine: the kernel does the work of every link, of both ends, in the sender's system calls, and
 the receiver only adds a copy. So what the busier task (as a rule the sender) takes of its processor for a byte bounds
@@ -35,7 +35,9 @@ _ROUND_LIMIT_S = 5
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
-def measure(lab: Lab, rounds: int, segment_bytes: int, congestion_control: str) -> dict[str, Any]:
+def measure(
+    lab: Lab, rounds: int, segment_bytes: int, congestion_control: str, size_bytes: int
+) -> dict[str, Any]:
     """Throughput as a ratio inside / outside of the rounds' pairs, and the round trip's difference in microseconds."""
     home = lab.state / HOMES.lstrip("/") / "alice"
     shutil.copyfile(network_pair.__file__, home / "network_pair.py")
@@ -46,20 +48,22 @@ def measure(lab: Lab, rounds: int, segment_bytes: int, congestion_control: str) 
     jobs = []
     try:
         for me, options in ((0, []), (1, ["--checkpoint-on-preempt"])):
-            words = f"{rounds + _WARM_UP_ROUNDS} network-turn {me} {1 - me} {segment_bytes} {congestion_control}"
+            words = f"{rounds + _WARM_UP_ROUNDS} network-turn {me} {1 - me} {segment_bytes} {size_bytes}"
+            words += f" {congestion_control}"
             script = f"#!/bin/bash\nsrun --ntasks=2 --nodes=2 python3 network_pair.py {words}\n"
             where = ["-w", nodes, "--nodes=2", "--ntasks-per-node=1", "--output=network-%j.out"]
             jobs.append(lab.sbatch(script, "alice", *where, *options))
         for job in jobs:
             lab.wait_job(job, "COMPLETED", timeout_s=60 + _ROUND_LIMIT_S * rounds)
-        (outside, control), (inside, _) = (read(home / f"network-{job}.out") for job in jobs)
+        (outside, control), (inside, control_inside) = (read(home / f"network-{job}.out") for job in jobs)
     finally:
         turn.unlink()
     rates = [b[0] / a[0] for a, b in zip(outside, inside, strict=True)]
     bounds = [a[1] / b[1] for a, b in zip(outside, inside, strict=True)]
     added = [1e6 * (b[2] - a[2]) for a, b in zip(outside, inside, strict=True)]
     report: dict[str, Any] = {"type": "network", "rounds": len(rates), "segment_bytes": segment_bytes}
-    report["congestion_control"] = control
+    report["size_bytes"] = size_bytes
+    report["congestion_control"] = {"outside": control, "inside": control_inside}
     for place, found in (("outside", outside), ("inside", inside)):
         rate, used, trip = (statistics.median(values) for values in zip(*found, strict=True))
         report[f"{place}_bytes_per_s"] = round(rate)
@@ -113,7 +117,8 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="measure_network", description="Cost of the job's network (root).")
     parser.add_argument("--rounds", type=int, default=200, help="pairs of rounds (200)")
     parser.add_argument("--segment-bytes", type=int, default=_SEGMENT_BYTES, help=f"of TCP ({_SEGMENT_BYTES})")
-    parser.add_argument("--congestion-control", default="", metavar="NAME", help="the machine's (one thread: reno)")
+    parser.add_argument("--mib", type=int, default=32, help="of a transfer; short ones meet the same machine (32)")
+    parser.add_argument("--congestion-control", default="", metavar="NAME", help="for both (one thread: reno)")
     parser.add_argument("--one-thread", action="store_true", help="the kernel's way alone, exactly (network_path)")
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
     options = parser.parse_args(args)
@@ -121,8 +126,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if options.congestion_control:
             check_control(options.congestion_control, by_users=not options.one_thread)
         with Lab().at_hand(2) as lab:
-            how = network_path.measure if options.one_thread else measure
-            report = how(lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)
+            words = (lab, max(4, options.rounds), options.segment_bytes, options.congestion_control)
+            report = network_path.measure(*words) if options.one_thread else measure(*words, options.mib << 20)
     except GpucrError as error:
         print(f"measure_network: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -135,13 +140,14 @@ def main(args: Sequence[str] | None = None) -> int:
 def tell(report: dict[str, Any]) -> None:
     """The report of `measure` in words."""
     outside, inside = (report[f"{where}_bytes_per_s"] / 1e9 for where in ("outside", "inside"))
+    controls = report["congestion_control"]
     spent = [report[f"{where}_processor_ns_per_kib"] for where in ("outside", "inside")]
 
     def median(name: str) -> str:
         low, high = report[f"{name}_interval"]
         return f"{report[f'{name}_median']} (median of {report['rounds']} pairs, 95 % interval {low} to {high})"
 
-    print(f"throughput: {outside:.2f} GB/s outside, {inside:.2f} GB/s inside a capsule, {report['congestion_control']}")
+    print(f"throughput: {outside:.2f} GB/s outside ({controls['outside']}), {inside:.2f} inside ({controls['inside']})")
     print(f"  inside / outside: {median('ratio')}")
     print(f"processor time of the busier task: {spent[0]} ns/KiB outside, {spent[1]} ns/KiB inside")
     print(f"  outside / inside: {median('processor_ratio')}")

@@ -1,9 +1,9 @@
 """Two tasks on two nodes that measure the network between them, run as a job. Standard library only.
 
-usage: network_pair.py ROUNDS TURN_FILE ME OTHER SEGMENT_BYTES [CONGESTION_CONTROL]. Rank 1 sends, rank 0 answers.
+usage: network_pair.py ROUNDS TURN_FILE ME OTHER SEGMENT_BYTES BYTES [CONGESTION_CONTROL]. Rank 1 sends, rank 0 answers.
 Rank 1 waits for its turn before each round: the first byte of TURN_FILE is ME; afterwards it writes OTHER there. So a
-protected and an unprotected pair take turns on the same nodes. Each round prints the bytes a second of one transfer,
-the processor time a byte of the task that took more, and the median round trip of short messages; all with segments of
+protected and an unprotected pair take turns on the same nodes. Each round prints the rate of a transfer of BYTES, the
+processor time a byte of the task that took more, and the median round trip of short messages; all with segments of
 SEGMENT_BYTES.
 """
 
@@ -17,7 +17,6 @@ import sys
 import time
 
 PORT = 5701
-TRANSFER_BYTES = 32 << 20  # short, so that both pairs meet the same machine
 MESSAGES, MESSAGE_BYTES = 200, 64
 _ORDER = struct.Struct("<cQ")
 _USED = struct.Struct("<Q")
@@ -59,16 +58,16 @@ def answer(connection: socket.socket) -> None:
                 connection.sendall(exactly(connection, MESSAGE_BYTES))
 
 
-def measure(connection: socket.socket) -> tuple[float, float, float]:
+def measure(connection: socket.socket, size_bytes: int) -> tuple[float, float, float]:
     """One round: bytes a second, seconds of processor time a byte, seconds of a round trip."""
     data = bytes(_BUFFER_BYTES)
     start, used_before = time.perf_counter(), time.process_time_ns()
-    connection.sendall(_ORDER.pack(b"T", TRANSFER_BYTES))
-    for _ in range(TRANSFER_BYTES // len(data)):
+    connection.sendall(_ORDER.pack(b"T", size_bytes))
+    for _ in range(size_bytes // len(data)):
         connection.sendall(data)
     used_there = _USED.unpack(exactly(connection, _USED.size))[0]
-    rate = TRANSFER_BYTES / (time.perf_counter() - start)
-    used = max(used_there, time.process_time_ns() - used_before) / 1e9 / TRANSFER_BYTES
+    rate = size_bytes / (time.perf_counter() - start)
+    used = max(used_there, time.process_time_ns() - used_before) / 1e9 / size_bytes
     connection.sendall(_ORDER.pack(b"P", MESSAGES))
     trips = []
     for _ in range(MESSAGES):
@@ -89,7 +88,7 @@ def prepared(sock: socket.socket, segment_bytes: int, congestion_control: str) -
 
 def main() -> None:
     rounds, turn_file, me, other = sys.argv[1:5]
-    segment_bytes, congestion_control = int(sys.argv[5]), "".join(sys.argv[6:])
+    segment_bytes, size_bytes, congestion_control = int(sys.argv[5]), int(sys.argv[6]), "".join(sys.argv[7:])
     rank = int(os.environ["SLURM_PROCID"])
     processors = sorted(os.sched_getaffinity(0) | set(range(os.cpu_count() or 1)))
     os.sched_setaffinity(0, {processors[rank % len(processors)]})  # the same for every pair
@@ -119,7 +118,7 @@ def main() -> None:
     for _ in range(int(rounds)):
         while os.pread(turn, 1, 0) != me.encode():
             time.sleep(0.002)
-        print("ROUND", *measure(connection), flush=True)
+        print("ROUND", *measure(connection, size_bytes), flush=True)
         os.pwrite(turn, other.encode(), 0)
     print("END", flush=True)
 

@@ -105,6 +105,7 @@ def _connection(
         return made
 
     with _inside(server), end() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", port))
         listener.listen()
         address = _address()

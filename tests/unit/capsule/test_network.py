@@ -24,7 +24,7 @@ with IPRoute() as host:
         print(wayout._take_slot(job, index, host)[1])
 """
 _TUNNEL = """
-import asyncio, json
+import asyncio, json, subprocess, sys
 from pyroute2 import IPRoute, NetNS
 from gpucr_hpc.capsule import network
 from gpucr_hpc.config import NetworkConfig
@@ -34,11 +34,15 @@ with IPRoute() as host:
     host.link("set", index=index, state="up", mtu=9000)
     host.addr("add", index=index, address="192.0.2.2", prefixlen=24)
     geometry = network.Geometry(("a", "b"), ("x", "y"), ("192.0.2.1", "192.0.2.2"))
-    asyncio.run(network.create("5", 1, geometry, NetworkConfig(nat=False), locked=False))
+    config = NetworkConfig(nat=False, congestion_control=tuple(sys.argv[1:]))
+    asyncio.run(network.create("5", 1, geometry, config, locked=False))
+show = ["nsenter", f"--net={network.namespace_path('5')}", "cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+control = subprocess.run(show, capture_output=True, text=True, check=True).stdout.strip()
 with NetNS(network.namespace_path("5").name) as inside:
     (link,) = inside.get_links(ifname="job0")
     data = link.get_attr("IFLA_LINKINFO").get_attr("IFLA_INFO_DATA")
     print(json.dumps({
+        "control": control,
         "mtu": link.get_attr("IFLA_MTU"),
         "address": [a.get_attr("IFA_ADDRESS") for a in inside.get_addr(index=link["index"], family=2)],
         **{n: data.get_attr("IFLA_VXLAN_" + n.upper()) for n in ("id", "port", "local", "learning", "udp_csum")},
@@ -50,14 +54,18 @@ _OWN_NAMESPACES += ['mount -t tmpfs tmpfs /run && mkdir /run/netns && exec "$@"'
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (network namespaces)")
-def test_tunnel_between_nodes() -> None:
+@pytest.mark.parametrize("wanted", [["no such one", "reno"], [], ["no such one"]])
+def test_tunnel_between_nodes(wanted: list[str]) -> None:
     """Its MTU is the one of the interface with the node's address, less the headers; it learns nothing; no checksum is
-    put round packets that have their own (RFC 7348, section 5)."""
-    argv = [*_OWN_NAMESPACES, sys.executable, "-c", _TUNNEL]
+    put round packets that have their own (RFC 7348, section 5). TCP uses the first congestion control that the
+    kernel has, else the node's."""
+    nodes = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
+    argv = [*_OWN_NAMESPACES, sys.executable, "-c", _TUNNEL, *wanted]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {
+    assert json.loads(done.stdout.splitlines()[-1]) == {
         "mtu": 8950,
+        "control": "reno" if "reno" in wanted else nodes,
         "address": ["10.200.0.2"],
         "id": 0x470005,
         "port": 8474,

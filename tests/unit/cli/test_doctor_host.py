@@ -11,7 +11,7 @@ import pytest
 from site_sample import InProcess
 
 from gpucr_hpc.cli import doctor_host, doctor_store
-from gpucr_hpc.config import StoreConfig
+from gpucr_hpc.config import NetworkConfig, StoreConfig
 from gpucr_hpc.errors import StoreError
 
 GIB = 1 << 30
@@ -34,6 +34,16 @@ def test_why_images_are_written_in_python_is_said() -> None:
     assert not good
     assert "cannot open" in detail
     assert "libssl-dev" in advice
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a network namespace)")
+def test_a_congestion_control_that_the_kernel_has_not_is_named() -> None:
+    for names in (("no such one", "reno"), ()):
+        assert asyncio.run(doctor_host.network(NetworkConfig(congestion_control=names)))[1]
+    _, good, detail, advice = asyncio.run(doctor_host.network(NetworkConfig(congestion_control=("no such one",))))
+    assert not good
+    assert detail.endswith("jobs may use no congestion control of no such one")
+    assert '["reno"]' in advice
 
 
 def test_small_pipes_are_named() -> None:
@@ -113,13 +123,13 @@ def test_plugin(tmp_path: Path, files: dict[str, str], good: bool, words: str) -
 def test_the_trial_of_the_network_leaves_nothing() -> None:
     """What is missing is said in the words of the program that misses it."""
     if os.geteuid() != 0:
-        _, good, detail, _ = asyncio.run(doctor_host.network(8474))
+        _, good, detail, _ = asyncio.run(doctor_host.network(NetworkConfig()))
         assert (good, "cannot be made" in detail) == (False, True)
         return
     before = sorted(os.listdir("/sys/class/net"))
-    asyncio.run(doctor_host.network(8474))
+    asyncio.run(doctor_host.network(NetworkConfig()))
     assert sorted(os.listdir("/sys/class/net")) == before
-    _, good, detail, _ = asyncio.run(doctor_host.network(99999999))
+    _, good, detail, _ = asyncio.run(doctor_host.network(NetworkConfig(vxlan_port=99999999)))
     assert (good, "cannot be made: " in detail) == (False, True)
 
 
