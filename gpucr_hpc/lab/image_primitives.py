@@ -11,6 +11,7 @@ import statistics
 import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from gpucr_hpc.image.writer import ImageWriter
 
 ROUNDS = 7
 _CHUNKS = 100
+_PATH_CHUNKS = 500  # so that memory that is new once for an image does not count
 _MEMORY_CHUNKS = 1000
 ID = "20261127T232501Z-3f9a"
 
@@ -117,15 +119,15 @@ def path(content: Buffer, threads: int) -> tuple[float, float]:
     )
     start, used = time.perf_counter(), time.process_time()
     with image.stream("pages-1.img", pages=True) as stream:
-        for number in range(_CHUNKS):
+        words = content.view.cast("Q")[8 :: (32 << 10) // 8]
+        for number in range(_PATH_CHUNKS):
             # No chunk may be equal to an earlier one, wherever the cuts are.
-            for at in range(0, CHUNK_BYTES, 32 << 10):
-                content.view[at + 64 : at + 72] = (number * CHUNK_BYTES + at).to_bytes(8, "little")
+            words[:] = memoryview(array("Q", range(number * len(words), (number + 1) * len(words))))
             stream.write(content.view)
     image._crew.end()
     took, used = time.perf_counter() - start, time.process_time() - used
     image.abort()
-    return _CHUNKS * CHUNK_BYTES / took / 1e9, used / _CHUNKS
+    return _PATH_CHUNKS * CHUNK_BYTES / took / 1e9, used / _PATH_CHUNKS
 
 
 @contextmanager
