@@ -66,6 +66,9 @@ class AgentConfig:
     timeout_margin_s: seconds before the time limit at which a job with --checkpoint-on-timeout leaves, to
     which twice the duration of its last checkpoint is added. timeout_rounds: how often it may do so at most.
 
+    io_uring: of jobs whose user gives no --checkpoint-io-uring: "keep" it, or "hide" it, so that programs which would
+    use it do without and can be saved.
+
     metrics_port: TCP port on 127.0.0.1 at which Prometheus finds figures, 0 for none.
 
     when_unprotected: what happens to a job that asked for protection and cannot have it: "run" it with a
@@ -79,6 +82,7 @@ class AgentConfig:
     checkpoint_interval_min: str = "1m"
     timeout_margin_s: float = 60.0
     timeout_rounds: int = 1000
+    io_uring: str = "keep"
     metrics_port: int = 0
     when_unprotected: str = "run"
     on_restore_failure: str = "hold"
@@ -161,6 +165,7 @@ class Config:
 _CHOICES = {
     "driver": ("auto", "bindings", "ctypes", "off"),
     "when_unprotected": ("run", "fail"),
+    "io_uring": ("keep", "hide"),
     "on_restore_failure": ("hold", "scratch"),
     "log_level": ("debug", "info", "warning", "error"),
 }

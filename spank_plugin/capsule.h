@@ -31,6 +31,7 @@ struct capsule_args {
 	int ncover;
 	long long tmpfs_size; /* bytes, 0: the kernel's default of half the memory */
 	bool cgroup_wait;
+	bool hide_io_uring; /* of a start: a capsule that is restored has it in its processes */
 	int sync; /* pipe from holder and shepherd to init while they start */
 };
 
@@ -56,6 +57,10 @@ int become_user(uid_t uid, gid_t gid, const gid_t *groups, size_t ngroups);
  * prlimit(2) on another user's process fails unless the real ids match. */
 int become_criu(uid_t uid, gid_t gid);
 void set_name(const char *comm);
+
+/* hide.c: io_uring_setup(2) answers ENOSYS in this process and all that it starts. 0, or -1 with errno. Needs CAP_SYS_ADMIN,
+ * since without "no new privileges" programs keep what their set-user-id bit gives them. */
+int hide_io_uring(void);
 
 /* holder_restore.c: run CRIU and take the restored tree over. 0, or -1 after telling the agent. */
 int holder_restore(const struct capsule_args *a, pid_t *shepherd);

@@ -46,7 +46,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 		{ "groups", 1, NULL, 'G' },   { "hostname", 1, NULL, 'h' }, { "run-dir", 1, NULL, 'r' },
 		{ "hosts", 1, NULL, 'e' },    { "netns", 1, NULL, 'n' },    { "control", 1, NULL, 'c' },
 		{ "last-pid", 1, NULL, 'l' }, { "holder-pid", 1, NULL, 'H' }, { "private", 1, NULL, 'p' },  { "tmpfs-size", 1, NULL, 's' },
-		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' },
+		{ "sync", 1, NULL, 'y' },     { "cgroup-wait", 0, NULL, 'w' }, { "hide-io-uring", 0, NULL, 'i' },
 		{ "bind", 1, NULL, 'b' },     { "cover", 1, NULL, 'C' },    { NULL, 0, NULL, 0 },
 	};
 	long long uid = -1, gid = -1, n;
@@ -88,6 +88,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 			break;
 		case 'b': ok = parse_bind(a, optarg); break;
 		case 'w': a->cgroup_wait = true; break;
+		case 'i': a->hide_io_uring = true; break;
 		default: return -1;
 		}
 		if (!ok) {
@@ -98,7 +99,7 @@ int capsule_parse(struct capsule_args *a, int argc, char **argv)
 	if (uid < 0 || gid < 0 || a->control < 0 || !a->run_dir || *a->run_dir != '/' || optind != argc) {
 		say("usage: gpucr-init capsule --mode start|restore --uid U --gid G --groups A,B --hostname H --run-dir D "
 		    "--hosts FILE|- --netns FD|-1 --control FD --last-pid N [--holder-pid N] [--private DIR]... [--cover DIR]... "
-		    "[--bind FROM:TO]... [--tmpfs-size BYTES] [--cgroup-wait]");
+		    "[--bind FROM:TO]... [--tmpfs-size BYTES] [--cgroup-wait] [--hide-io-uring]");
 		return -1;
 	}
 	a->uid = (uid_t)uid;

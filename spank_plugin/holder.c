@@ -46,6 +46,10 @@ int holder_main(const struct capsule_args *a)
 			return 1;
 	} else {
 		close(a->control);
+		if (a->hide_io_uring && hide_io_uring() < 0) {
+			sync_failed(a->sync, "hide io_uring", errno);
+			return 1;
+		}
 		if (become_user(a->uid, a->gid, a->groups, a->ngroups) < 0) {
 			sync_failed(a->sync, "become the user", errno);
 			return 1;

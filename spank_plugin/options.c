@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, TIMEOUT, ROUNDS, RESTORE };
+enum { ON, OFF, INTERVAL, DIR, NCCL, FILES, IO_URING, TIMEOUT, ROUNDS, RESTORE };
 
 struct options options;
 void (*options_changed)(void);
@@ -56,6 +56,11 @@ static int take(char *where, size_t size, const char *name, const char *arg, boo
 bool valid_nccl(const char *s)
 {
 	return !strcmp(s, "keep") || !strcmp(s, "safe") || !strcmp(s, "rebuild");
+}
+
+static bool valid_io_uring(const char *s)
+{
+	return !strcmp(s, "keep") || !strcmp(s, "hide");
 }
 
 static bool valid_dir(const char *s)
@@ -114,6 +119,9 @@ static int given(int which, const char *arg, int remote)
 		r = take(options.files, sizeof(options.files), "checkpoint-files", arg, valid_files,
 			 "rollback, keep or refuse");
 		break;
+	case IO_URING:
+		r = take(options.io_uring, sizeof(options.io_uring), "checkpoint-io-uring", arg, valid_io_uring, "write keep or hide");
+		break;
 	case TIMEOUT:
 		options.on_timeout = options.on = true;
 		break;
@@ -145,6 +153,9 @@ static struct spank_option table[] = {
 	  "[gpucr] NCCL between GPUs of one node: at full speed, and not protected (keep), over sockets (safe), or at full speed "
 	  "and made again after each checkpoint (rebuild)", 1, NCCL, given },
 	{ "checkpoint-files", "POLICY", "[gpucr] files that grew after the checkpoint: rollback (default), keep or refuse", 1, FILES, given },
+	{ "checkpoint-io-uring", "keep|hide",
+	  "[gpucr] programs may use io_uring, and cannot be saved while they do (keep), or are told that the kernel has none (hide)",
+	  1, IO_URING, given },
 	{ OPTION_TIMEOUT, NULL, "[gpucr] write a checkpoint before the time limit, requeue the job and go on", 0, TIMEOUT, given },
 	{ "checkpoint-rounds", "N", "[gpucr] do that at most N times", 1, ROUNDS, given },
 	{ OPTION_RESTORE, "CHECKPOINT", "[gpucr] go on from a checkpoint of another of your jobs; the script is not run", 1, RESTORE, given },

@@ -18,6 +18,7 @@ struct options {
 	char dir[4096];
 	char nccl[8];
 	char files[16];
+	char io_uring[8];
 	char rounds[16];
 	char restore[32]; /* the checkpoint from which a new job goes on */
 };

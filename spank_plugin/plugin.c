@@ -169,7 +169,7 @@ static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 static int protect(spank_t sp, uint32_t job, const char *step)
 {
 	static char job_text[16], rank_text[16], nodeid_text[16], nodes_text[16], signal_text[16];
-	static char extra[4][64];
+	static char extra[5][64];
 	const char *argv[40];
 	uint32_t rank = 0, nodeid = 0, nodes = 1;
 	int n = 0, extras = 0;
@@ -214,6 +214,8 @@ static int protect(spank_t sp, uint32_t job, const char *step)
 	/* What only the agent understands. */
 	if (*options.files)
 		snprintf(extra[extras++], sizeof(*extra), "files=%s", options.files);
+	if (*options.io_uring)
+		snprintf(extra[extras++], sizeof(*extra), "io_uring=%s", options.io_uring);
 	if (*options.rounds)
 		snprintf(extra[extras++], sizeof(*extra), "rounds=%s", options.rounds);
 	if (options.on_timeout)

@@ -42,13 +42,14 @@ static void batch_step(void)
 	stub_option("checkpoint-dir", "/ckpt", 1);
 	stub_option("checkpoint-interval", "30m", 1);
 	stub_option("checkpoint-files", "keep", 1);
+	stub_option("checkpoint-io-uring", "hide", 1);
 	stub_option("checkpoint-rounds", "9", 1);
 	stub_option("checkpoint-on-timeout", "", 1);
 	stub_option("restore-from", "20261127T232501Z-3f9a", 1);
 	setenv("GPUCR_SIGNAL", "50", 1); /* the first call has taken it out of the job's environment */
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("/opt/t --socket /run/x.sock --job 184220 --step batch --rank 0 --nodeid 0 --nodes 2 --signal 50 --when-unprotected fail "
-		  "--dir /ckpt --interval 30m --option files=keep --option rounds=9 "
+		  "--dir /ckpt --interval 30m --option files=keep --option io_uring=hide --option rounds=9 "
 		  "--option timeout=yes --option restore=20261127T232501Z-3f9a --",
 		  stub.argv);
 }

@@ -202,6 +202,10 @@ static void values_are_checked(void)
 	CHECK(stub_option("restore-from", "184220", 0) < 0);
 	CHECK(stub_option("restore-from", "", 0) < 0);
 	CHECK(stub_option("restore-from", NULL, 0) < 0);
+	CHECK(stub_option("checkpoint-io-uring", "hide", 0) == 0);
+	CHECK(stub_option("checkpoint-io-uring", "keep", 0) == 0);
+	CHECK(stub_option("checkpoint-io-uring", "off", 0) < 0);
+	CHECK(strstr(stub.error, "keep or hide"));
 	CHECK(stub_option("checkpoint-nccl", "fast", 0) < 0);
 	CHECK(strstr(stub.error, "keep, safe or rebuild"));
 	CHECK(stub_option("checkpoint-nccl", NULL, 0) < 0);

@@ -88,6 +88,7 @@ def member_fields(job: ProtectedJob) -> dict[str, Any]:
         "store_root": job.store_root,
         "excluded": job.excluded,
         "files": job.policy.files,
+        "hide_io_uring": job.policy.hide_io_uring,
     }
 
 
@@ -180,6 +181,7 @@ async def start(job: ProtectedJob, supervisor: Supervisor, info: slurm.JobInfo |
             geometry=job.geometry,
             node_rank=0,
             config=job.context.config.network,
+            hide_io_uring=job.policy.hide_io_uring,
         ),
         _note_first_run(job),
         on_members(job, "build", **member_fields(job)),

@@ -58,7 +58,8 @@ class MemberSession(Session):
         found.uid, found.gid, found.run = fields["uid"], fields["gid"], fields["run"]
         found.groups, found.store_root = tuple(fields["groups"]), fields["store_root"]
         found.excluded = fields["excluded"]
-        found.node_rank, found.policy = node_rank, Policy(files=FilesPolicy(fields["files"]))
+        found.node_rank = node_rank
+        found.policy = Policy(files=FilesPolicy(fields["files"]), hide_io_uring=fields["hide_io_uring"])
         found.geometry = Geometry(*(tuple(fields[k]) for k in ("names", "nodes", "addresses")))
         return found
 
@@ -81,6 +82,7 @@ class MemberSession(Session):
                 geometry=found.geometry,
                 node_rank=rank,
                 config=self._context.config.network,
+                hide_io_uring=found.policy.hide_io_uring,
             )
             found.capsule = builder.capsule
             found.set_phase(Phase.RUNNING)

@@ -20,6 +20,7 @@ class Policy:
     interval_s: seconds from one checkpoint by the clock to the next, 0 for none. files: what happens at a restore to
     files that grew after the checkpoint. on_timeout: whether the job is checkpointed and requeued before its time
     limit, at most `rounds` times. restore_from: the checkpoint of another job from which this one goes on, "" for none.
+    hide_io_uring: whether its programs are told that the kernel has no io_uring, of which nothing can be saved.
     """
 
     interval_s: float = 0.0
@@ -27,6 +28,7 @@ class Policy:
     on_timeout: bool = False
     rounds: int = 0
     restore_from: str = ""
+    hide_io_uring: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -64,6 +66,7 @@ def policy_of(hello: wire.Frame, config: AgentConfig) -> Policy:
         on_timeout=options.get("timeout") == "yes",
         rounds=min(rounds, config.timeout_rounds),
         restore_from=options.get("restore", ""),
+        hide_io_uring=(options.get("io_uring") or config.io_uring) == "hide",
     )
 
 

@@ -170,12 +170,14 @@ async def build(
     node_rank: int,
     config: NetworkConfig,
     pids: RestorePids | None = None,
+    hide_io_uring: bool = False,
     covers: Sequence[str] = (),
     binds: Sequence[tuple[str, str]] = (),
 ) -> Builder:
     """Make network and namespaces for a job.
 
-    run_dir exists (RunDir.make). pids: None starts a shepherd; else a restore is prepared. covers, binds: directories
+    run_dir exists (RunDir.make). pids: None starts a shepherd; else a restore is prepared. hide_io_uring: what is
+    started finds none in the kernel; what is restored has that from its start. covers, binds: directories
     that are hidden but for what is bound there, and more (source, target) to bind.
     On any failure everything made is removed again and CapsuleError says which step failed.
     """
@@ -194,6 +196,8 @@ async def build(
         *("--last-pid", str(pids.above if pids else 0), "--holder-pid", str(pids.holder if pids else 0)),
         *("--tmpfs-size", "0"),
     ]
+    if hide_io_uring and not restoring:
+        argv.append("--hide-io-uring")
     for directory in PRIVATE_DIRECTORIES:
         argv += ["--private", directory]
     for directory in covers:

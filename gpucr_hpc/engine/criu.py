@@ -19,7 +19,7 @@ INIT_PROGRAM = "/usr/lib/gpucr/gpucr-init"
 # Explanations by a fragment of CRIU's message. Messages change between versions: no decision depends on them,
 # only the sentence that a person reads. Source: CRIU 4.2.1, the file named behind each.
 _EXPLANATIONS: tuple[tuple[str, str], ...] = (
-    ("anon_inode:[io_uring]", "a process uses io_uring, which cannot be saved; switch it off in the application"),
+    ("anon_inode:[io_uring]", "a process uses io_uring, which cannot be saved; use --checkpoint-io-uring=hide"),
     ("handle_device_vma", "a process has memory of a device mapped (GPU, InfiniBand); use TCP transports"),
     ("Can't handle non-regular mapping", "a process has memory of a device mapped (GPU, InfiniBand)"),
     ("Can't dump file", "a process has an open file of a kind that cannot be saved"),  # files-ext.c

@@ -9,7 +9,7 @@ _LINE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ \d+\s*(.*)$")
 _NVIDIA = "/dev/nvidia"
 _PLAIN = ("/dev/shm/", "/dev/zero", "/dev/hugepages/")  # noqa: S108 - files, or anonymous memory
 _HUGE_PAGES = ("/anon_hugepage", "/dev/hugepages/")
-_WITHOUT_IO_URING = "MariaDB: innodb_use_native_aio=0; libuv that heeds it: UV_USE_IO_URING=0"
+_WITHOUT_IO_URING = "sbatch --checkpoint-io-uring=hide keeps programs from it"
 
 
 def unsaved(pid: int, *, gpus: bool) -> Iterator[str]:

@@ -45,7 +45,7 @@ _LONG_VALUES = {
     "slurmd-debug", "sockets-per-node", "spread-segments", "stepmgr", "switches", "task-epilog", "task-prolog",
     "thread-spec", "threads", "threads-per-core", "time", "time-min", "tmp", "tres-bind", "tres-per-task", "wait",
     "wckey", "checkpoint-interval", "checkpoint-dir", "checkpoint-nccl", "checkpoint-files", "checkpoint-rounds",
-    "restore-from",
+    "checkpoint-io-uring", "restore-from",
 }  # fmt: skip
 _ALL = _LONG_FLAGS | _LONG_OPTIONAL | _LONG_VALUES
 

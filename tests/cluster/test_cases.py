@@ -67,6 +67,45 @@ def test_refused_before_anything_is_touched(lab: Lab, name: str) -> None:
     assert job.end().out == "ready\nlet go\nok\n"
 
 
+_RING = """
+import ctypes, errno, os, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+
+def ring():
+    found = libc.syscall(425, 4, ctypes.create_string_buffer(120))
+    return errno.errorcode[ctypes.get_errno()] if found < 0 else "a ring"
+
+def wait(name):
+    while not os.path.exists(name):
+        time.sleep(0.05)
+
+seen = []
+thread = threading.Thread(target=lambda: (wait("go"), seen.append(ring())))
+thread.start()
+print("at first", ring(), flush=True)
+wait("go")
+thread.join()
+status = open("/proc/self/status").read()
+print("then", ring(), *seen, "no new privileges", status.partition("NoNewPrivs:")[2].split()[0])
+"""
+
+
+def test_a_job_without_io_uring_finds_none_and_moves(lab: Lab) -> None:
+    """--checkpoint-io-uring=hide: script and steps on two nodes, threads, and steps that start after moves; programs
+    may still gain rights by their set-user-id bit."""
+    on = bench(lab, "cases-hide")
+    ring = f"python3 {on.put('ring.py', _RING)}"
+    script = f"{ring} & srun {ring} & wait; srun {ring}"
+    job = on.submit(script, "--nodes=2", "--ntasks-per-node=1", "--checkpoint-io-uring=hide", name="job")
+    wait_until(lambda: job.out.count("at first ENOSYS\n") == 3, 60, lambda: f"three programs:\n{job.raw}")
+    job.move()
+    job.checkpoint()
+    job.move()
+    (on.directory / "go").touch()
+    job.end()
+    assert sorted(job.out.splitlines()) == 5 * ["at first ENOSYS"] + 5 * ["then ENOSYS ENOSYS no new privileges 0"]
+
+
 def test_a_tracer_outside_is_named(lab: Lab) -> None:
     """C22: strace on a task."""
     on = bench(lab, "cases-tracer")
