@@ -1,4 +1,5 @@
-"""Checkpoints by the clock: every interval, and before the time limit.
+"""What is done by the clock: checkpoints every interval and before the time limit, and a look at what would stand
+against one.
 
 One loop for all jobs that this agent leads. When something is due follows from what is in the jobs' journals, so a
 restarted agent goes on with the same times.
@@ -9,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
-from gpucr_hpc.agent import lead
+from gpucr_hpc.agent import lead, outlook
 from gpucr_hpc.agent.phase import AT_WORK, Phase
 from gpucr_hpc.errors import Busy, CheckpointGivenUp, GpucrError
 from gpucr_hpc.log import Log
@@ -28,6 +29,8 @@ _RETRY_S = 60.0  # after a failure, unless the interval is shorter
 _ASK_S = 300.0  # how often slurmctld is asked for the time limit, which may be changed
 _CLOSE_S = 900.0  # before the end as it was known: asked more often
 _ASK_CLOSE_S = 30.0
+_LOOKS_S = (5.0, 30.0, 180.0)  # after the beginning of a run; programs open most of what they use in the first seconds
+_LOOK_S = 1800.0  # and later
 
 
 @dataclass
@@ -36,7 +39,8 @@ class Times:
 
     run: Slurm's restart count for which these hold. began: when that run was first seen. mark: last checkpoint by the
     clock. end: of the time limit, as slurmctld said at `asked`. retry: not before this the job tries to leave (again).
-    told: the user knows that it will not. last_word: nothing more is to be done before the limit.
+    told: the user knows that it will not. last_word: nothing more is to be done before the limit. looks: how often it
+    was looked whether the job can be checkpointed; warned: what was said of that.
     """
 
     run: int = -1
@@ -47,6 +51,8 @@ class Times:
     asked: float = 0.0
     told: bool = False
     last_word: bool = False
+    looks: int = 0
+    warned: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -54,6 +60,17 @@ class Times:
     def interval_due(self, interval_s: float, now: float) -> bool:
         """Whether the next checkpoint of an interval is due."""
         return interval_s > 0 and now >= self.mark + interval_s
+
+    def look_due(self, now: float) -> bool:
+        """Whether it is time to look what stands against a checkpoint; late ones are not made up for."""
+        due = False
+        while now >= self.began + self._next_look_s():
+            self.looks, due = self.looks + 1, True
+        return due
+
+    def _next_look_s(self) -> float:
+        more = self.looks - len(_LOOKS_S) + 1
+        return _LOOKS_S[self.looks] if more <= 0 else _LOOKS_S[-1] + more * _LOOK_S
 
     def question_due(self, now: float) -> bool:
         """Whether slurmctld is to be asked for the time limit."""
@@ -99,6 +116,8 @@ class Clock:
             self._start(job, "limit", self._leave)
         elif job.phase is Phase.RUNNING and times.interval_due(job.policy.interval_s, now):
             self._start(job, "interval", self._periodic)
+        if job.phase is Phase.RUNNING and times.look_due(now):
+            self._start(job, "look", outlook.tell)
 
     def _start(self, job: ProtectedJob, what: str, work: Callable[[ProtectedJob], Awaitable[None]]) -> None:
         """Begin something unless it is under way. The time limit does not wait for the end of a checkpoint."""

@@ -67,6 +67,22 @@ def test_refused_before_anything_is_touched(lab: Lab, name: str) -> None:
     assert job.end().out == "ready\nlet go\nok\n"
 
 
+def test_what_cannot_be_saved_is_said_while_there_is_time(lab: Lab) -> None:
+    """Nobody has asked for a checkpoint; a job of which all can be saved hears nothing."""
+    on = bench(lab, "cases-outlook")
+    language, text, reason = REFUSED["io-uring"]
+    job = on.submit(f"exec {command(on, 'ring', language, text)} x", name="job")
+    plain = on.submit("until [ -e go ]; do sleep 0.1; done", name="plain")
+    job.says("as it is, this job can NOT be checkpointed: ")
+    assert reason in job.raw
+    (on.directory / "gone").touch()
+    job.says("let go\n").move()
+    (on.directory / "go").touch()
+    assert job.end().out == "ready\nlet go\nok\n"
+    plain.end()
+    assert plain.raw == ""
+
+
 _RING = """
 import ctypes, errno, os, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)

@@ -57,6 +57,9 @@ def test_slurmctld_is_asked_more_often_near_the_end():
 
 def test_policy_of_site_and_user():
     assert policy_of(hello(), SITE) == Policy(interval_s=3600, rounds=10)
+    assert policy_of(hello(io_uring="hide"), SITE).hide_io_uring
+    assert policy_of(hello(), AgentConfig(io_uring="hide")).hide_io_uring
+    assert not policy_of(hello(io_uring="keep"), AgentConfig(io_uring="hide")).hide_io_uring
     assert policy_of(hello("1s"), SITE).interval_s == 300
     assert policy_of(hello("0"), SITE).interval_s == 0
     wanted = policy_of(hello("30m", files="keep", timeout="yes", rounds="3"), SITE)
