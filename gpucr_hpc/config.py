@@ -189,7 +189,7 @@ def load(path: Path | None = None) -> Config:
         if named is None:
             return Config()
         raise ConfigError(path=where, reason="no such file") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(path=where, reason=error) from None
     return parse(table, where)
 

@@ -77,12 +77,13 @@ def rfc3339(now: float | datetime | None = None) -> str:
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one encoding that is signed: keys sorted, no spaces, UTF-8, no NaN.
+    """The one encoding that is signed: keys sorted, no spaces, UTF-8, no NaN. What is no UTF-8 in a file's name, which
+    Python has as a lone surrogate, is written as JSON's escape of that.
 
     Raises ValueError, TypeError.
     """
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.encode()
+    return text.encode(errors="backslashreplace")
 
 
 @dataclass(frozen=True)

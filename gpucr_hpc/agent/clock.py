@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from gpucr_hpc import slurm
@@ -56,6 +56,12 @@ class Times:
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
+
+    @classmethod
+    def from_dict(cls, table: dict[str, Any]) -> Times:
+        """Read back what as_dict made, also that of an agent with other fields."""
+        known = {each.name for each in fields(cls)}
+        return cls(**{key: value for key, value in table.items() if key in known})
 
     def interval_due(self, interval_s: float, now: float) -> bool:
         """Whether the next checkpoint of an interval is due."""
@@ -144,7 +150,9 @@ class Clock:
             times.mark = time.time()  # the job ends, or leaves with another checkpoint
         except Busy:
             return
-        except GpucrError as error:
+        except Exception as error:
+            if not isinstance(error, GpucrError):
+                log.exception("unexpected")
             times.mark = time.time() - interval_s + min(interval_s, _RETRY_S)
             log.error("checkpoint failed", job=job.job, reason="interval", error=str(error))
         job.save()
@@ -181,7 +189,9 @@ class Clock:
             times.last_word = not leave
         except Busy:
             return
-        except GpucrError as error:
+        except Exception as error:
+            if not isinstance(error, GpucrError):
+                log.exception("unexpected")
             log.error("checkpoint failed", job=job.job, reason="timeout", error=str(error))
             times.retry = time.time() + job.context.config.agent.timeout_margin_s / 4
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import gc
 import os
@@ -11,6 +12,7 @@ import pwd
 import signal
 import socket
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -38,6 +40,7 @@ log = Log(__name__)
 
 _HELLO_LIMIT_S = 10.0
 _SWEEP_INTERVAL_S = 30.0
+_ALONE_LIMIT_S = 5.0
 
 
 class Agent:
@@ -49,6 +52,7 @@ class Agent:
 
     async def adopt(self) -> None:
         """Find the capsules of an earlier agent again, and remove what is left of dead ones."""
+        unknown = set()
         for run_dir in RunDir.all(self.context.config.agent.run_dir):
             state = run_dir.load()
             job = ProtectedJob(self.context, run_dir.job)
@@ -57,9 +61,10 @@ class Agent:
                     await discard(run_dir.job, run_dir, None)
                 elif await journal.adopt(job, state):
                     self.jobs[job.job] = job
-            except (GpucrError, OSError) as error:
-                log.error("job not adopted", job=run_dir.job, error=str(error))
-        for name in network.existing():
+            except Exception as error:  # it may run: others' jobs must not wait for it, and it keeps its network
+                log.error("job not adopted", job=run_dir.job, error=repr(error))
+                unknown.add(run_dir.job)
+        for name in network.existing() - unknown:
             if name not in self.jobs:
                 try:
                     await network.remove(name)
@@ -83,11 +88,15 @@ class Agent:
                     left = True
                 except GpucrError:
                     continue
-                if left:
+                if left and job.phase is Phase.RUNNING:
                     log.info("job is over, its lead did not say so", job=name)
                     job.spawn(slurm.forgive(name, job.excluded, job.run + 1))  # the lead's node may be lost
-                    await job.discard()
-                    self.jobs.pop(name, None)
+                    try:
+                        await job.discard()
+                    except (GpucrError, OSError) as error:
+                        log.error("remains of a job", job=name, error=str(error))
+                    if job.idle and self.jobs.get(name) is job:
+                        del self.jobs[name]
 
     async def supervisor(self, channel: wire.Channel) -> None:
         """Serve one connection on the agent's socket until it ends."""
@@ -101,8 +110,11 @@ class Agent:
         supervisor = Supervisor(channel, hello, key if key == "batch" else f"{key}.{hello.get('RANK')}")
         try:
             name = check_job_id(hello.get("JOB"))
-            if not cgroup.in_slurm_job(supervisor.pid):
+            found = cgroup.slurm_job(supervisor.pid)
+            if not found:
                 raise HostError(reason=f"pid {supervisor.pid} is not in a control group of a Slurm step")
+            if found.isdecimal() and found != name:
+                raise HostError(reason=f"pid {supervisor.pid} is of job {found}, not of job {name}")
         except (GpucrError, OSError) as error:
             log.warning("supervisor refused", pid=supervisor.pid, uid=supervisor.uid, error=str(error))
             await supervisor.run_unprotected(f"this job runs without protection: {error}")
@@ -113,7 +125,7 @@ class Agent:
             return
         try:
             await supervision.hello(job, supervisor)
-            while (frame := await channel.receive()) is not None:
+            while (frame := await channel.receive()) is not None and job.uid == supervisor.uid:
                 await supervision.frame(job, supervisor, frame)
         finally:
             await asyncio.shield(supervision.gone(job, supervisor))
@@ -185,12 +197,28 @@ def operators(config: Config) -> set[int]:
     return found
 
 
+async def _alone(run_dir: Path) -> int:
+    """A lock that ends with this process: a second agent would take over all jobs of the first, and its sockets."""
+    lock = os.open(run_dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + _ALONE_LIMIT_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise HostError(reason=f"another agent is at work in {run_dir}") from None
+        await asyncio.sleep(0.05)  # one that ends may still be on its way
+
+
 async def serve(config: Config) -> None:
     """Run the agent until SIGTERM or SIGINT; capsules stay and are found again by the next one."""
     run_dir = Path(config.agent.run_dir)
     (run_dir / "jobs").mkdir(parents=True, exist_ok=True)
     run_dir.chmod(0o755)
     (run_dir / "jobs").chmod(0o711)
+    lock = await _alone(run_dir)
     context = await make_context(config)
     await network.settle_host()
     try:
@@ -230,6 +258,7 @@ async def serve(config: Config) -> None:
         server.close()
     log.info("agent stops", jobs=len(agent.jobs))
     await end_tasks()
+    os.close(lock)
 
 
 async def end_tasks() -> None:
@@ -259,3 +288,6 @@ def main() -> None:
         if error.advice():
             print(f"gpucr: hint: {error.advice()}", file=sys.stderr)
         raise SystemExit(error.exit_code) from None
+    except OSError as error:
+        print(f"gpucr: error: the agent cannot start: {error}", file=sys.stderr)
+        raise SystemExit(HostError.exit_code) from None

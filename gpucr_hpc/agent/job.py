@@ -76,10 +76,13 @@ class ProtectedJob:
     # --- state that outlives the agent ------------------------------------------------------------------
 
     def save(self) -> None:
-        """Write the journal from which a restarted agent goes on."""
+        """Write the journal from which a restarted agent goes on. Without it the job goes on all the same."""
         if not self.run_dir.path.exists():
             return
-        self.run_dir.save(journal.state_of(self))
+        try:
+            self.run_dir.save(journal.state_of(self))
+        except OSError as error:
+            log.error("journal not written", job=self.job, error=str(error))
 
     def set_phase(self, phase: Phase) -> None:
         self.phase = phase

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,15 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.capsule import Capsule, Geometry, network
 from gpucr_hpc.capsule.capsule import discard
-from gpucr_hpc.errors import SlurmError
+from gpucr_hpc.errors import GpucrError, SlurmError
 from gpucr_hpc.log import Log
 
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob
 
 log = Log(__name__)
+
+_SETTLE_AGAIN_S = 30.0
 
 
 def state_of(job: ProtectedJob) -> dict[str, Any]:
@@ -63,7 +66,7 @@ async def adopt(job: ProtectedJob, state: dict[str, Any]) -> bool:
     job.script, job.paths_of = state.get("script", ""), state.get("paths_of", job.job)
     job.shape = state.get("shape", {})
     job.gpu_word = state.get("gpu_word", False)
-    job.policy, job.times = Policy.from_dict(state.get("policy", {})), Times(**state.get("times", {}))
+    job.policy, job.times = Policy.from_dict(state.get("policy", {})), Times.from_dict(state.get("times", {}))
     job.timeouts = state.get("timeouts", 0)
     if state["geometry"]:
         job.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
@@ -86,8 +89,7 @@ async def adopt(job: ProtectedJob, state: dict[str, Any]) -> bool:
         job.capsule = None
         return False
     assert job.capsule is not None
-    await checkpointing.settle(job.capsule, job.run_dir, job.context.config.cuda)
-    await network.unlock(job.job)
+    await _settle(job, job.capsule)
     job.set_phase(Phase.RUNNING)
     await job.steps.connect()
     for step in job.steps.steps.values():
@@ -100,6 +102,26 @@ async def adopt(job: ProtectedJob, state: dict[str, Any]) -> bool:
             job.spawn(nccl.bring_back(job))
     log.info("job found again", job=job.job, init_pid=job.capsule.init_pid)
     return True
+
+
+async def _settle(job: ProtectedJob, capsule: Capsule) -> None:
+    """What is left of an earlier agent's work must not be the end of a job that lives: it is tried again and again."""
+    try:
+        await checkpointing.settle(capsule, job.run_dir, job.context.config.cuda)
+        return
+    except (GpucrError, OSError) as error:
+        log.error("a checkpoint or restore is not cleaned up behind", job=job.job, error=str(error))
+    try:
+        await network.unlock(job.job)
+    except (GpucrError, OSError) as error:
+        log.error("network not opened", job=job.job, error=str(error))
+
+    async def again() -> None:
+        await asyncio.sleep(_SETTLE_AGAIN_S)
+        if job.capsule is capsule and job.phase is Phase.RUNNING and capsule.alive():
+            await _settle(job, capsule)
+
+    job.spawn(again())
 
 
 async def _phase_by_slurm(job: ProtectedJob, phase: Phase) -> Phase:

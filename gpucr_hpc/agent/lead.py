@@ -98,11 +98,12 @@ def member_fields(job: ProtectedJob) -> dict[str, Any]:
 async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
     """First word of the batch supervisor in this run."""
     job.uid, job.gid, job.node_rank = supervisor.uid, supervisor.gid, 0
-    restarted = supervisor.hello.int("RESTART") > 0
+    restarted, owned = supervisor.hello.int("RESTART") > 0, False
     try:
         # A job that has run before must not begin again, or fail, only because slurmctld is away.
         info = await (restarting.ask(job, supervisor) if restarted else slurm.job(job.job))
         _check(job, info, supervisor)
+        owned = True
         job.run = max(info.restarts, supervisor.hello.int("RESTART"))
         restarted = restarted or job.run > 0
         job.store_root = job.context.store_root(supervisor.hello.get("DIR"))
@@ -116,14 +117,22 @@ async def begin(job: ProtectedJob, supervisor: Supervisor) -> None:
         if not isinstance(error, GpucrError | OSError):
             log.exception("unexpected")  # a fault of ours must not make a job start from its beginning
         log.error("job not taken", job=job.job, error=str(error))
-        if isinstance(error, RunOver):
+        if isinstance(error, PermissionRefused) and not owned:
+            job.supervisors.pop("batch", None)  # another user's: it has no say in what becomes of the job
+            job.uid = job.gid = -1
+            await supervisor.refuse(str(error), error.exit_code)
+        elif isinstance(error, RunOver):
             # A node was lost: the job may need one that it was kept away from at its last move.
             job.spawn(slurm.forgive(job.job, job.excluded, job.run + 1))
             await supervisor.refuse("", 1)
         elif supervisor.restores and not restarted:
             code = error.exit_code if isinstance(error, GpucrError) else 1
             await supervisor.refuse(f"checkpoint {supervisor.restores} is not restored: {error}", code)
-        elif restarted and (supervisor.restores or not isinstance(error, PermissionRefused | Refused)):
+        elif restarted and (
+            supervisor.restores
+            or not isinstance(error, PermissionRefused | Refused)
+            or await restarting.has_sets_elsewhere(job, supervisor)
+        ):
             await restarting.give_up(job, supervisor, str(error))
         elif job.context.config.agent.when_unprotected == "fail":
             await supervisor.refuse(f"this job cannot be protected: {error}", 1)

@@ -55,6 +55,8 @@ class MemberSession(Session):
 
     def _set_up(self, job: str, node_rank: int, fields: dict[str, Any]) -> ProtectedJob:
         found = self._jobs.setdefault(job, ProtectedJob(self._context, job))
+        for key in [key for key, supervisor in found.supervisors.items() if supervisor.uid != fields["uid"]]:
+            del found.supervisors[key]
         found.uid, found.gid, found.run = fields["uid"], fields["gid"], fields["run"]
         found.groups, found.store_root = tuple(fields["groups"]), fields["store_root"]
         found.excluded = fields["excluded"]
@@ -120,12 +122,12 @@ class MemberSession(Session):
             found = self._get(job, run)
         if found.phase is not Phase.RUNNING:
             raise Busy(job=job, operation=f"{found.phase}")
-        found.set_phase(Phase.CHECKPOINTING)
         self._job, self._leave = found, not leave_running
         self._worker = found.worker()
         self._participant = LocalParticipant(
             found, self._worker, checkpoint=checkpoint, data_key=data_key, leave_running=leave_running, full=full
         )
+        found.set_phase(Phase.CHECKPOINTING)  # from here on `close` undoes it
         await self._participant.make_ready()
         part = self._participant
         return {"gpus": part.has_gpus, "nccl": part.has_nccl, "nccl_away": part.needs_nccl_away}
@@ -186,7 +188,8 @@ class MemberSession(Session):
             if self._job.node_rank == 1:  # the lead does it, too, but its node may be lost
                 self._job.spawn(slurm.forgive(self._job.job, self._job.excluded, self._job.run + 1))
             await self._job.leave("")
-            self._jobs.pop(self._job.job, None)
+            if self._job.idle and self._jobs.get(self._job.job) is self._job:
+                del self._jobs[self._job.job]
         else:
             await self._job.go_on(detached=False, message="")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.peers import Peer
 from gpucr_hpc.agent.supervisor import Supervisor
+from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import (
     CoordinationError,
     GpucrError,
@@ -276,6 +278,20 @@ async def _all(work: Any) -> None:
 async def _undo(parts: list[NodeRestore | RemoteRestore]) -> None:
     for part in reversed(parts):
         await part.undo()
+
+
+async def has_sets_elsewhere(job: ProtectedJob, supervisor: Supervisor) -> bool:
+    """Whether the directory that the user names holds checkpoints of the job. This node's configuration may refuse it
+    where the node of an earlier run did not: then the job must not begin again. Looked at with the user's rights."""
+    wanted = supervisor.hello.get("DIR")
+    if not wanted:
+        return False
+    root = os.path.realpath(wanted)
+    try:
+        async with WorkerClient(root, job.uid, job.gid) as worker:
+            return bool((await Catalog(job.context, worker, root).candidates(job.job, job.uid))[0])
+    except (GpucrError, OSError):
+        return False
 
 
 async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> None:

@@ -15,6 +15,7 @@ import re
 import resource
 import secrets
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +26,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import cgroup, network
 from gpucr_hpc.capsule.capsule import INIT_PROGRAM
 from gpucr_hpc.capsule.processes import start_time
-from gpucr_hpc.errors import GpucrError, UsageError
+from gpucr_hpc.errors import GpucrError, PeerLost, UsageError
 from gpucr_hpc.log import Log
 from gpucr_hpc.proc import find_program
 from gpucr_hpc.slurm import srun_args
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
+_ANNOUNCE_LIMIT_S = 30.0  # for another node's agent to come back
 _WATCH_INTERVAL_S = 0.2  # how often srun's own words are looked for; its end is noticed at once
 _KEY = re.compile(r"[0-9a-f]{16}")
 LAUNCH_VARIABLE = "GPUCR_LAUNCH"
@@ -154,7 +156,9 @@ class Steps:
             await self._plan(step, args)
             self.steps[step.key] = step
             await self.launch(step, self._first_command(args), {})
-        except (GpucrError, OSError, ValueError) as error:
+        except Exception as error:  # whatever it is: a srun that is told nothing waits for ever
+            if not isinstance(error, GpucrError | OSError | ValueError):
+                log.exception("unexpected")
             log.warning("step refused", job=self._job.job, step=step.key, error=str(error))
             self.steps.pop(step.key, None)
             text = str(error)
@@ -192,11 +196,10 @@ class Steps:
         if step.supervised:
             assert job.geometry is not None
             stdio = f"{network.address(job.context.config.network, 0)}:{step.port}"
-            await job.on_all("step", key=step.key, stdio=stdio, token=step.token, launch=step.launch)
+            await self._announce(step, stdio)
         directory = job.run_dir.steps
-        batch = job.supervisors["batch"]
-        batch_env = environment_of(batch.pid)
-        env = srun_args.run_environment(step.env, batch_env) | extra_env
+        batch = job.batch[0] or 0  # an agent that begins anew knows it before it says HELLO again
+        env = srun_args.run_environment(step.env, environment_of(batch)) | extra_env
         for name in without:
             env.pop(name, None)
         if step.supervised:
@@ -222,10 +225,22 @@ class Steps:
             os.close(said)
         step.pid, step.start = process.pid, start_time(process.pid) or 0
         with contextlib.suppress(OSError, GpucrError):
-            cgroup.place(process.pid, like=batch.pid)
+            cgroup.place(process.pid, like=batch)
         job.save()
         log.info("step starts", job=job.job, step=step.key, argv=" ".join(args.argv())[:200])
         job.spawn(self.watch(step))
+
+    async def _announce(self, step: Step, stdio: str) -> None:
+        """Tell every node of a step; another node's agent may just be restarting."""
+        deadline = time.monotonic() + _ANNOUNCE_LIMIT_S
+        while True:
+            try:
+                await self._job.on_all("step", key=step.key, stdio=stdio, token=step.token, launch=step.launch)
+                return
+            except PeerLost:
+                if self._job.phase is not Phase.RUNNING or time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(_WATCH_INTERVAL_S)
 
     async def watch(self, step: Step) -> None:
         """Pass on what a real srun says, and its end. Works for one that an earlier agent started, too."""
@@ -316,6 +331,8 @@ class Steps:
     def adopt(self, state: dict[str, Any]) -> None:
         """Go on with the steps that an earlier agent had started."""
         for table in state.get("steps", []):
+            if not table["pid"]:  # it was never started: the shepherd asks for it again
+                continue
             step = Step(**table)
             self.steps[step.key] = step
         for table in state.get("on_node", []):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 
 from gpucr_hpc.errors import HostError
+
+_STEP = re.compile(r"/job_([^/]+)/step_")
 
 
 def memberships(pid: int) -> dict[str, str]:
@@ -22,9 +25,11 @@ def memberships(pid: int) -> dict[str, str]:
     return pairs
 
 
-def in_slurm_job(pid: int) -> bool:
-    """Whether a process is in a control group that slurmd made for a step."""
-    return any("slurm" in path and "/step_" in path for path in memberships(pid).values())
+def slurm_job(pid: int) -> str:
+    """The job, by its id or SLUID, for a step of which slurmd made a control group that a process is in; empty without
+    one. Slurm's own word: no process gets into a group of another user's job."""
+    found = (_STEP.search(path) for path in memberships(pid).values() if "slurm" in path)
+    return next((match[1] for match in found if match), "")
 
 
 def mount_point(controllers: str) -> Path | None:

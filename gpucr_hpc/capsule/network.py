@@ -221,7 +221,7 @@ async def remove(job: str) -> None:
         if await asyncio.to_thread(_remove, job):
             await wayout.settle_node()
     except (NetlinkError, OSError) as error:
-        raise CapsuleError(job=job, reason=f"its network is not removed: {error}") from None
+        raise CapsuleError(job=job, node="this node", reason=f"its network is not removed: {error}") from None
 
 
 def _remove(job: str) -> bool:

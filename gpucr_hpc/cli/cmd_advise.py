@@ -44,6 +44,8 @@ def advise(
     if not cost_s:
         raise UsageError(reason=f"job {job} has had no checkpoint yet: take one with `gpucr checkpoint {job}`")
     mtbf_s = parse_duration(node_mtbf) / nodes
+    if mtbf_s <= 0:
+        raise UsageError(reason="--node-mtbf must be more than 0")
     restart_s = float(last.get("restore_s") or cost_s)
     interval_s = daly_interval_s(cost_s, mtbf_s)
     lost = loss(interval_s, cost_s, mtbf_s, restart_s)

@@ -42,7 +42,7 @@ class _Screen:
         if self._live is not None:
             table = Table(*_HEAD, box=None)
             for job in jobs:
-                table.add_row(*_row(job))
+                table.add_row(*output.cells(_row(job)))
             self._live.update(table, refresh=True)
             return
         for job in jobs:

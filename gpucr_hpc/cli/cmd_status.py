@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from gpucr_hpc.cli import output
 from gpucr_hpc.cli.client import ask
@@ -66,9 +67,9 @@ def _drawn(nodes: list[dict[str, Any]]) -> Table:
     for node in nodes:
         for job in node["jobs"]:
             if job["node_rank"] == 0:
-                table.add_row(*map(str, _row(job)))
+                table.add_row(*output.cells(_row(job)))
     problems = [f"{node['node']}: {node['problem']}" for node in nodes if node["problem"]]
-    table.caption = "\n".join([f"{datetime.now():%H:%M:%S}", *problems])
+    table.caption = Text("\n".join([f"{datetime.now():%H:%M:%S}", *problems]))
     return table
 
 

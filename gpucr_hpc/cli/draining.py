@@ -48,6 +48,7 @@ class Drain:
         self._nodes, self._others, self._show = nodes, others, show
         self._free = asyncio.Semaphore(parallel)
         self._jobs: dict[str, Leaving] = {}
+        self._there: set[str] = set()  # as Slurm said last; some only end, or are suspended
         self._work: set[asyncio.Task[None]] = set()
 
     @property
@@ -57,6 +58,7 @@ class Drain:
     async def look(self) -> bool:
         """Ask Slurm and the agents what is on the nodes; whether anything is."""
         there = {info.job: info for info in await slurm.jobs_on(self._nodes)}
+        self._there = set(there)
         now = time.monotonic()
         unsure = [info for info in there.values() if info.running and self._is_unsure(info.job, now)]
         known = await _protection(unsure)
@@ -94,7 +96,8 @@ class Drain:
                 if job.state == "waiting" and job.protected is not None and now >= job.not_before:
                     self._begin(job)
             alive = {"waiting", "moving", "left", "running"}
-            if deadline is None and all(job.state not in alive for job in self._jobs.values() if job.state != "left"):
+            hopeless = {name for name, job in self._jobs.items() if job.state not in alive}
+            if deadline is None and self._there <= hopeless:
                 return not await self.look()
             await asyncio.sleep(_LOOK_INTERVAL_S)
         return True

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 
 def as_json(record: dict[str, Any]) -> None:
@@ -21,13 +22,18 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]], *, header: b
     if sys.stdout.isatty():
         drawn = Table(*headers, box=None, show_header=header)
         for row in rows:
-            drawn.add_row(*map(str, row))
+            drawn.add_row(*cells(row))
         Console().print(drawn)
         return
     lines = [list(map(str, row)) for row in ([headers] if header else []) + list(rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))] if lines else []
     for line in lines:
         print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
+
+
+def cells(row: Sequence[object]) -> list[Text]:
+    """For a table of Rich's, which takes brackets in a string for its own marks."""
+    return [Text(str(cell)) for cell in row]
 
 
 def fields(pairs: Sequence[tuple[str, object]]) -> None:

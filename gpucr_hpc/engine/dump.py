@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fnmatch
 import os
 import shutil
 from dataclasses import dataclass
@@ -274,9 +275,10 @@ async def add_bytes(worker: WorkerClient, name: str, content: bytes) -> None:
 def remove_link_remaps(capsule: Capsule) -> None:
     """Remove CRIU's stand-ins for nameless files from the capsule's private directories."""
     for directory in PRIVATE_DIRECTORIES:
-        for path in capsule.inside(directory).rglob("link_remap.*"):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        for place, _, names in os.walk(capsule.inside(directory)):  # programs make and remove directories meanwhile
+            for name in fnmatch.filter(names, "link_remap.*"):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(place, name))
 
 
 def keep_log(path: Path, job: str) -> Path:

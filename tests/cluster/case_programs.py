@@ -29,6 +29,31 @@ static void wait_file(const char *name) { while (access(name, F_OK)) pause_ms(50
 
 WHOLE: dict[str, tuple[str, str]] = {}
 
+# Names that are no UTF-8: of an open file that grows, of the working directory, of what is mapped.
+WHOLE["names"] = (
+    "python",
+    """
+    import mmap, os, sys, time
+    place = os.fsencode(sys.argv[1]) + b".caf\\xe9 \\xff"
+    os.makedirs(place, exist_ok=True)
+    top = os.getcwd()
+    os.chdir(place)
+    file = open(b"na\\xefve.txt", "wb", buffering=0)
+    file.write(b"before ")
+    held = open(b"m\\xe4p", "w+b")
+    held.truncate(4096)
+    memory = mmap.mmap(held.fileno(), 4096)
+    memory[:4] = b"kept"
+    print("ready", flush=True)
+    while not os.path.exists(os.path.join(top, "go")):
+        time.sleep(0.05)
+    file.write(b"after")
+    assert open(b"na\\xefve.txt", "rb").read() == b"before after", "lines once"
+    assert memory[:4] == b"kept" and os.getcwdb().endswith(b".caf\\xe9 \\xff")
+    print("ok")
+    """,
+)
+
 # C4: an open deleted file larger than CRIU's own limit.
 WHOLE["deleted"] = (
     "python",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,10 @@ def test_interval():
     assert not Times(mark=100).interval_due(0, 1e9)
     assert not Times(mark=100).interval_due(60, 159)
     assert Times(mark=100).interval_due(60, 160)
+
+
+def test_times_of_an_agent_with_other_fields():
+    assert Times.from_dict({"run": 3, "mark": 5.0, "of a later release": 1}) == Times(run=3, mark=5.0)
 
 
 def test_time_limit():
@@ -149,3 +154,13 @@ def test_last_checkpoint_before_the_end_is_tried_until_it_is_there(monkeypatch: 
         seen.limit_comes()
     assert (seen.taken, len(seen.said), seen.job.times.last_word) == ([False], 1, True)
     assert not seen.job.times.limit_due(60, 999)
+
+
+def test_a_fault_of_ours_is_no_reason_to_freeze_the_job_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a program that the node lacks."""
+    seen = Checkpoints(monkeypatch, FileNotFoundError("tar"), FileNotFoundError("tar"))
+    seen.limit_comes()
+    assert seen.job.times.retry > time.time()
+    asyncio.run(clock.Clock({})._periodic(seen.job))
+    assert not seen.job.times.interval_due(3600, time.time())
+    assert seen.taken == []

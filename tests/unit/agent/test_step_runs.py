@@ -14,10 +14,16 @@ from typing import Any, cast
 import pytest
 
 from gpucr_hpc import wire
+from gpucr_hpc.agent import steps
 from gpucr_hpc.agent.job import ProtectedJob
+from gpucr_hpc.agent.lead import exit_code
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import Step, StepOnNode, Steps
+from gpucr_hpc.capsule import network
 from gpucr_hpc.capsule.processes import start_time
+from gpucr_hpc.config import NetworkConfig
+from gpucr_hpc.errors import PeerLost
+from gpucr_hpc.slurm import srun_args
 
 KEY = "0123456789abcdef"
 
@@ -99,3 +105,83 @@ def test_state_is_what_json_gives_back() -> None:
     again = Steps(cast(Any, None))
     again.adopt(state)
     assert again.on_node == steps.on_node
+
+
+class Started(Exception):
+    """In place of the real srun."""
+
+
+@pytest.fixture
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[ProtectedJob, list[dict[str, Any]]]:
+    """A job of two nodes whose agent has just begun: the batch supervisor is known by the journal alone. The orders to
+    all nodes."""
+    job, orders = job_of(tmp_path), list[dict[str, Any]]()
+    job.batch = [os.getpid(), start_time(os.getpid())]
+    job.geometry = network.Geometry(("a", "b"), ("n1", "n2"), ("192.0.2.1", "192.0.2.2"))
+    job.context.config.network = NetworkConfig()  # type: ignore[misc]
+
+    async def on_all(verb: str, **fields: Any) -> None:
+        orders.append({"verb": verb, **fields})
+
+    async def start(*_: object, **__: object) -> None:
+        raise Started
+
+    monkeypatch.setattr(job, "on_all", on_all)
+    monkeypatch.setattr(job, "save", lambda: None)
+    monkeypatch.setattr(steps, "find_program", lambda name: name)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    return job, orders
+
+
+def request() -> wire.Frame:
+    return wire.make(wire.Type.SRUN, ("ARG", ["true"]), KEY=KEY, PORT=1, TOKEN="t", CWD="/")
+
+
+def test_a_step_is_started_before_the_batch_supervisor_is_back(
+    launched: tuple[ProtectedJob, list[dict[str, Any]]],
+) -> None:
+    job, orders = launched
+    step = step_of("", 0)
+    with pytest.raises(Started):
+        asyncio.run(job.steps.launch(step, srun_args.parse(["true"]), {}))
+    assert [order["verb"] for order in orders] == ["step"]
+
+
+def test_a_srun_is_told_of_any_failure(launched: tuple[ProtectedJob, list[dict[str, Any]]]) -> None:
+    """It would wait for ever."""
+    job, _ = launched
+    shepherd = Shepherd()
+    job.steps._control = shepherd  # type: ignore[assignment]
+    asyncio.run(job.steps._request(request()))
+    assert shepherd.told[-1].type is wire.Type.SRUNEND
+    assert exit_code(shepherd.told[-1].int("STATUS")) == 1
+    assert job.steps.steps == {}
+
+
+def test_another_nodes_agent_may_be_restarting(
+    launched: tuple[ProtectedJob, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = launched
+    monkeypatch.setattr(steps, "_WATCH_INTERVAL_S", 0.01)
+    lost, asked = [1, 2, 3], list[str]()
+
+    async def on_all(verb: str, **_: Any) -> None:
+        asked.append(verb)
+        if lost and lost.pop():
+            raise PeerLost(job="7", node="n2", reason="refused")
+
+    monkeypatch.setattr(job, "on_all", on_all)
+    with pytest.raises(Started):
+        asyncio.run(job.steps.launch(step_of("", 0), srun_args.parse(["true"]), {}))
+    assert len(asked) == 4
+    monkeypatch.setattr(steps, "_ANNOUNCE_LIMIT_S", 0.05)
+    lost[:] = [1] * 1000
+    with pytest.raises(PeerLost):
+        asyncio.run(job.steps.launch(step_of("", 0), srun_args.parse(["true"]), {}))
+
+
+def test_a_step_that_was_never_started_is_not_known(tmp_path: Path) -> None:
+    """The agent was killed between its announcement and its start: the shepherd asks again."""
+    job = job_of(tmp_path)
+    job.steps.adopt({"steps": [step_of("first", 0).as_dict(), step_of("second", os.getpid()).as_dict() | {"key": "k"}]})
+    assert list(job.steps.steps) == ["k"]

@@ -53,12 +53,13 @@ def test_memberships(proc):
 
 
 def test_slurms_step_is_recognised(proc):
-    assert cgroup.in_slurm_job(7)
-    proc["/proc/7/cgroup"] = "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n"
-    assert cgroup.in_slurm_job(7)
-    for outside in ("0::/system.slice/slurmd.service\n", "0::/user.slice/step_1\n", "5:memory:/\n"):
+    """And whose it is: users may say what they like."""
+    assert cgroup.slurm_job(7) == "7"
+    proc["/proc/7/cgroup"] = "0::/system.slice/slurmstepd.scope/job_184/step_0/user/task_0\n"
+    assert cgroup.slurm_job(7) == "184"
+    for outside in ("0::/system.slice/slurmd.service\n", "0::/user.slice/job_7/step_1\n", "5:memory:/\n"):
         proc["/proc/7/cgroup"] = outside
-        assert not cgroup.in_slurm_job(7)
+        assert cgroup.slurm_job(7) == ""
 
 
 def test_process_is_put_into_every_group(proc, tmp_path):

@@ -41,11 +41,11 @@ class Site:
         self.there = False
         return {"checkpoint": {"checkpoint": "c", "bytes_stored": 1}}
 
-    def drain(self, others: str, limit_s: float = 60.0) -> tuple[bool, Drain]:
+    def drain(self, others: str, limit_s: float | None = 60.0) -> tuple[bool, Drain]:
         work = Drain(["n1"], others=others, parallel=1, show=lambda _: None)
 
         async def run() -> bool:
-            return await work.run(asyncio.get_running_loop().time() + limit_s)
+            return await work.run(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
 
         return asyncio.run(run()), work
 
@@ -98,3 +98,29 @@ def test_checkpoint_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(draining, "ask", ask)
     assert site.drain("wait")[0]
     assert ["checkpoint 7"] == site.done
+
+
+def test_a_job_that_ends_just_now_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """COMPLETING: it is on the node, and nothing can be done. Without a deadline, too."""
+    site, looks = Site(monkeypatch, WITHOUT), [1] * 7
+
+    async def jobs_on(_nodes: list[str]) -> list[Any]:
+        job = SimpleNamespace(job="7", uid=1, nodes="n1", batch_host="n1", running=False)
+        return [job] if looks and looks.pop() else []
+
+    monkeypatch.setattr(draining, "slurm", SimpleNamespace(jobs_on=jobs_on))
+    assert site.drain("wait", limit_s=None)[0]
+    assert (looks, site.done) == ([], [])
+
+
+def test_without_a_deadline_it_ends_when_nothing_more_can_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(monkeypatch, WITH)
+
+    def ask(what: str, **fields: Any) -> dict[str, Any]:
+        if what == "checkpoint":
+            raise AgentUnreachable(path="/run", reason="gone")
+        return site.ask(what, **fields)
+
+    monkeypatch.setattr(draining, "ask", ask)
+    empty, work = site.drain("wait", limit_s=None)
+    assert (empty, work.jobs[0].state) == (False, "failed")

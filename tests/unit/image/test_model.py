@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -57,6 +59,13 @@ def test_good_names():
         assert check_object_name(name) == name
     with pytest.raises(UsageError):
         check_checkpoint_id("20261127T232501Z-3F9A")
+
+
+def test_names_of_files_that_are_no_utf8_are_kept():
+    """As the kernel gives them: a job with such a file is checkpointed like others."""
+    name = os.fsdecode(b"na\xefve \\ \xc3\xa4.txt")
+    data = canonical_json({"path": name})
+    assert os.fsencode(json.loads(data.decode())["path"]) == b"na\xefve \\ \xc3\xa4.txt"
 
 
 def test_canonical_json():
