@@ -155,10 +155,13 @@ static int job_signal(spank_t sp)
 	return n > 0 && n <= 64 ? (int)n : 0;
 }
 
+/* srun passes on what begins with SLURM_, whatever its user says with --export. */
+#define STEP_VARIABLE "SLURM_GPUCR_STEP"
+
 /* The key that the agent gave a step which it started for a proxy; false for the user's own steps. */
 static bool step_key(spank_t sp, char key[KEY_LEN + 2])
 {
-	if (spank_getenv(sp, "GPUCR_STEP", key, KEY_LEN + 2) != ESPANK_SUCCESS || strlen(key) != KEY_LEN)
+	if (spank_getenv(sp, STEP_VARIABLE, key, KEY_LEN + 2) != ESPANK_SUCCESS || strlen(key) != KEY_LEN)
 		return false;
 	for (const char *p = key; *p; p++)
 		if (!isxdigit((unsigned char)*p) || isupper((unsigned char)*p))
@@ -298,7 +301,7 @@ int slurm_spank_task_init(spank_t sp, int ac, char **av)
 	    step == SLURM_INTERACTIVE_STEP)
 		return 0;
 	ours = step == SLURM_BATCH_SCRIPT || step_key(sp, key);
-	spank_unsetenv(sp, "GPUCR_STEP"); /* a task that starts steps of its own must not pass it on */
+	spank_unsetenv(sp, STEP_VARIABLE); /* a task that starts steps of its own must not pass it on */
 	/* Ours, not the job's. */
 	signal_number = job_signal(sp);
 	spank_unsetenv(sp, "GPUCR_SIGNAL");

@@ -75,6 +75,24 @@ static bool open_script(const char *path, char *text)
 	return found;
 }
 
+/* What is in the pipe at standard input now, and stays there. */
+static size_t look_into_pipe(char *text, size_t size)
+{
+	size_t n = 0;
+	ssize_t some;
+	int p[2];
+
+	if (pipe2(p, O_CLOEXEC) == 0) {
+		some = tee(0, p[1], size - 1, SPLICE_F_NONBLOCK);
+		if (some > 0 && (some = read(p[0], text, (size_t)some)) > 0)
+			n = (size_t)some;
+		close(p[0]);
+		close(p[1]);
+	}
+	text[n] = '\0';
+	return n;
+}
+
 void sbatch_scan(struct submission *s)
 {
 	static char cmdline[CMDLINE_BYTES], script[SCRIPT_BYTES];
@@ -99,9 +117,11 @@ void sbatch_scan(struct submission *s)
 		s->off |= is_option(p, OPTION_OFF, 4);
 		s->cli_signal |= is_option(p, "signal", 2);
 	}
-	/* sbatch < script: look without moving the offset; a pipe cannot be looked into. */
+	/* sbatch < script, sbatch <<END: look without taking anything. */
 	if (!found && fstat(0, &st) == 0 && S_ISREG(st.st_mode) && (at = lseek(0, 0, SEEK_CUR)) >= 0)
 		found = read_start(0, script, sizeof(script), at) > 2 && script[0] == '#' && script[1] == '!';
+	else if (!found && S_ISFIFO(st.st_mode))
+		found = look_into_pipe(script, sizeof(script)) > 2 && script[0] == '#' && script[1] == '!';
 	if (found)
 		scan_script(s, script);
 }

@@ -73,6 +73,7 @@ struct task {
 	pid_t pid;
 	int status;
 	bool told;     /* EXITED was sent to a supervisor */
+	bool lost;     /* its supervisor was killed: nobody comes for it again */
 	int go, error; /* pipe ends towards the held child */
 	int conn;      /* index of the attached supervisor's connection, -1 none */
 	bool merged;   /* stdout and stderr share one pipe, so that the order of lines is kept */

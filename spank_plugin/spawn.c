@@ -182,7 +182,8 @@ static void child(const struct frame *f, struct pipes *p)
 	setpriority(PRIO_PROCESS, 0, (int)frame_int(f, "NICE", 0)); /* lower than ours is refused; no matter */
 	set_affinity(frame_get(f, "AFFINITY"));
 	set_limits(f);
-	execvpe(argv[0], argv, env);
+	environ = env; /* its PATH is the one to look in, and not ours */
+	execvp(argv[0], argv);
 	fail_child(report, argv[0]);
 }
 

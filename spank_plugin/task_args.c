@@ -138,6 +138,9 @@ static void add_affinity(struct msg *m)
 	msg_str(m, "AFFINITY", text);
 }
 
+/* What the agent gave the step's srun for itself and for us. */
+#define AGENTS "SLURM_GPUCR_"
+
 /* Does the agent's START name this variable? */
 static bool replaced(const struct frame *start, const char *var)
 {
@@ -152,7 +155,7 @@ static bool replaced(const struct frame *start, const char *var)
 
 void build_spawn(struct msg *m, const struct task_args *a, const struct frame *start)
 {
-	const char *task = frame_get(start, "TASK"), *v;
+	const char *task = frame_get(start, "TASK"), *v, *inside = getenv(AGENTS "CWD");
 	char *cwd = getcwd(NULL, 0);
 	mode_t mask = umask(0);
 	size_t pos = 0;
@@ -165,7 +168,8 @@ void build_spawn(struct msg *m, const struct task_args *a, const struct frame *s
 		msg_str(m, "STDIO", v);
 	if ((v = frame_get(start, "TOKEN")))
 		msg_str(m, "TOKEN", v);
-	msg_str(m, "CWD", cwd ? cwd : "/tmp");
+	/* Where srun was started in the capsule, which has a /tmp of its own. */
+	msg_str(m, "CWD", inside && *inside == '/' ? inside : cwd ? cwd : "/tmp");
 	free(cwd);
 	msg_fmt(m, "UMASK", "%o", (unsigned)mask);
 	msg_int(m, "NICE", getpriority(PRIO_PROCESS, 0));
@@ -181,7 +185,7 @@ void build_spawn(struct msg *m, const struct task_args *a, const struct frame *s
 	for (char **p = a->argv; *p; p++)
 		msg_str(m, "ARG", *p);
 	for (char **p = environ; *p; p++)
-		if (!replaced(start, *p) && strncmp(*p, "GPUCR_LAUNCH=", 13)) /* the agent's own, read from us */
+		if (!replaced(start, *p) && strncmp(*p, AGENTS, sizeof(AGENTS) - 1))
 			msg_str(m, "ENV", *p);
 	while ((v = frame_next(start, "ENV", &pos)))
 		msg_str(m, "ENV", v);

@@ -2,6 +2,7 @@
 /* The supervisor's two connections: to the agent, which decides, and to the shepherd, which has the task. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,8 @@
 
 #include "task.h"
 #include "util.h"
+
+enum { CONNECT_TRIES = 200, CONNECT_PAUSE_MS = 50 };
 
 struct task_args args;
 enum phase phase = P_WAITING;
@@ -121,8 +124,11 @@ void print_msg(const struct frame *f)
 
 static int shepherd_connect(struct msg *request)
 {
-	int fd = wire_connect(shepherd_path), fds[4], n = stdio_fds(&args, fds);
+	int fd, fds[4], n = stdio_fds(&args, fds);
 
+	/* With many tasks of a node at once its backlog is full for a moment. */
+	for (int i = 0; (fd = wire_connect(shepherd_path)) < 0 && errno == EAGAIN && i < CONNECT_TRIES; i++)
+		poll(NULL, 0, CONNECT_PAUSE_MS);
 	if (fd < 0 || msg_send(request, fd, fds, n) < 0) {
 		int saved = errno;
 

@@ -197,6 +197,8 @@ void tasks_request(int c, struct frame *f)
 		break;
 	case GC_SIGNAL:
 		s = (int)frame_int(f, "SIGNAL", 0);
+		if (t && s == SIGKILL && t->conn < 0 && conn_uid(c) == 0)
+			t->lost = true; /* the agent has seen its supervisor die: nobody comes for it again */
 		if (t && s > 0 && (t->state == T_HELD || t->state == T_EXEC || t->state == T_RUNNING))
 			kill(t->pid, s); /* the task alone, as Slurm with proctrack/cgroup */
 		break;
@@ -329,5 +331,7 @@ void tasks_step(const struct pollfd *p)
 			on_exec(t);
 		if (t->state != T_FREE)
 			tell_exit(t);
+		if (t->state == T_EXITED && t->lost && relay_done(t) && net_done(t))
+			free_task(t);
 	}
 }

@@ -143,19 +143,19 @@ static void other_steps(void)
 
 static void step_of_a_proxy(void)
 {
-	setenv("GPUCR_STEP", "0123456789abcdef", 1);
+	setenv("SLURM_GPUCR_STEP", "0123456789abcdef", 1);
 	step(NULL, 0, 3);
 	stub.rank = 5;
 	stub.nodeid = 1;
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK_STR("", stub.argv); /* the option is not on */
-	CHECK_STR(NULL, getenv("GPUCR_STEP"));
-	setenv("GPUCR_STEP", "0123456789abcdef", 1);
+	CHECK_STR(NULL, getenv("SLURM_GPUCR_STEP"));
+	setenv("SLURM_GPUCR_STEP", "0123456789abcdef", 1);
 	setenv("GPUCR_CAPSULE", "1", 1);
 	stub_option("checkpoint-on-preempt", "", 1);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 	CHECK(strstr(stub.argv, "--job 184220 --step 0123456789abcdef --rank 5 --nodeid 1 --nodes 2 --signal 0 "));
-	CHECK_STR(NULL, getenv("GPUCR_STEP"));
+	CHECK_STR(NULL, getenv("SLURM_GPUCR_STEP"));
 	CHECK_STR(NULL, getenv("GPUCR_CAPSULE"));
 }
 
@@ -164,13 +164,13 @@ static void step_with_another_key(void)
 	static const char *const bad[] = { "", "0123456789abcde", "0123456789abcdef0", "0123456789abcdeF", "0123456789abcdeg" };
 
 	for (size_t i = 0; i < sizeof(bad) / sizeof(*bad); i++) {
-		setenv("GPUCR_STEP", bad[i], 1);
+		setenv("SLURM_GPUCR_STEP", bad[i], 1);
 		step(NULL, 0, 0);
 		stub_option("checkpoint-on-preempt", "", 1);
 		CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);
 		CHECK_STR("", stub.argv);
 	}
-	setenv("GPUCR_STEP", "0123456789abcdef", 1);
+	setenv("SLURM_GPUCR_STEP", "0123456789abcdef", 1);
 	step(NULL, 0, SLURM_EXTERN_CONT);
 	stub_option("checkpoint-on-preempt", "", 1);
 	CHECK(slurm_spank_task_init(NULL, 0, NULL) == 0);

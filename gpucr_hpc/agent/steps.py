@@ -15,6 +15,7 @@ import re
 import resource
 import secrets
 import signal
+import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -39,7 +40,11 @@ log = Log(__name__)
 _ANNOUNCE_LIMIT_S = 30.0  # for another node's agent to come back
 _WATCH_INTERVAL_S = 0.2  # how often srun's own words are looked for; its end is noticed at once
 _KEY = re.compile(r"[0-9a-f]{16}")
-LAUNCH_VARIABLE = "GPUCR_LAUNCH"
+# Of the real srun, for the plugin and the supervisors: srun passes on what begins with SLURM_ whatever --export says.
+LAUNCH_VARIABLE = "SLURM_GPUCR_LAUNCH"
+_STEP_VARIABLE = "SLURM_GPUCR_STEP"
+_CWD_VARIABLE = "SLURM_GPUCR_CWD"
+_MOST_ENDED = 256
 _FAILED = 1 << 8  # wait(2) status of exit code 1
 
 
@@ -98,6 +103,7 @@ class Steps:
         self._job = job
         self.steps: dict[str, Step] = {}
         self.on_node: dict[str, StepOnNode] = {}
+        self.ended: dict[str, int] = {}  # the last ones, and their status: a word to the shepherd may be lost
         self._control: wire.Channel | None = None
 
     # --- the shepherd's connection ----------------------------------------------------------------------
@@ -111,6 +117,8 @@ class Steps:
             return
         self._control = channel
         await channel.send(wire.make(wire.Type.CONTROL, ("KNOWN", self.steps)))
+        for step in list(self.steps.values()):  # the word of its plan may have been lost
+            await self._plan(step, self._args(step))
         self._job.spawn(self._serve(channel))
 
     async def _serve(self, channel: wire.Channel) -> None:
@@ -143,12 +151,15 @@ class Steps:
             umask=int(frame.get("UMASK", "022"), 8),
             rlimits=frame.all("RLIMIT"),
         )
+        if step.key in self.ended:  # the shepherd let go before it heard of the end
+            await self._tell(wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=self.ended[step.key]))
+            return
         try:
             if not _KEY.fullmatch(step.key):
                 raise UsageError(reason="bad step key")
             if self._job.node_rank != 0:
                 raise UsageError(reason="a step can be started on the job's first node only")
-            args = srun_args.with_environment(srun_args.parse(step.argv), env)
+            args = self._args(step)
             refusal = srun_args.refusal(args)
             if refusal is not None:
                 raise UsageError(reason=refusal)
@@ -165,6 +176,9 @@ class Steps:
             said = text if text.startswith("srun:") else f"srun: error: gpucr: {text}"
             await self._tell(wire.make(wire.Type.OUTPUT, KEY=step.key, FD=2, DATA=said + "\n"))
             await self._tell(wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=_FAILED))
+
+    def _args(self, step: Step) -> srun_args.SrunArgs:
+        return srun_args.expanded(srun_args.with_environment(srun_args.parse(step.argv), step.env), step.env)
 
     async def _plan(self, step: Step, args: srun_args.SrunArgs) -> None:
         plan = srun_args.stdio_plan(args, args.value("chdir") or step.cwd)
@@ -197,22 +211,24 @@ class Steps:
             assert job.geometry is not None
             stdio = f"{network.address(job.context.config.network, 0)}:{step.port}"
             await self._announce(step, stdio)
-        directory = job.run_dir.steps
         batch = job.batch[0] or 0  # an agent that begins anew knows it before it says HELLO again
         env = srun_args.run_environment(step.env, environment_of(batch)) | extra_env
         for name in without:
             env.pop(name, None)
         if step.supervised:
-            env |= {"GPUCR_STEP": step.key, LAUNCH_VARIABLE: step.launch}
-        said = os.open(directory / f"{step.run}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            env |= {_STEP_VARIABLE: step.key, LAUNCH_VARIABLE: step.launch}
+            if not args.has("chdir"):
+                env[_CWD_VARIABLE] = step.cwd  # out here there may be no such directory, or another one
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        out, err = (os.open(path, flags, 0o600) for path in self._words(step).values())
         cwd = step.cwd if os.path.isdir(step.cwd) else "/"
         try:
             process = await asyncio.create_subprocess_exec(
                 *(INIT_PROGRAM, "run", "--status", str(job.run_dir.step_status(step.run)), "--"),
                 *(*limits_argv(step.rlimits), find_program("srun"), *args.argv()),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
+                stdout=out,
+                stderr=err,
                 env=env,
                 cwd=cwd,
                 umask=step.umask,
@@ -222,7 +238,8 @@ class Steps:
                 start_new_session=True,
             )
         finally:
-            os.close(said)
+            os.close(out)
+            os.close(err)
         step.pid, step.start = process.pid, start_time(process.pid) or 0
         with contextlib.suppress(OSError, GpucrError):
             cgroup.place(process.pid, like=batch)
@@ -244,31 +261,36 @@ class Steps:
 
     async def watch(self, step: Step) -> None:
         """Pass on what a real srun says, and its end. Works for one that an earlier agent started, too."""
-        directory, shown = self._job.run_dir.steps, 0
-        said, result = directory / f"{step.run}.out", self._job.run_dir.step_status(step.run)
+        words, result = self._words(step), self._job.run_dir.step_status(step.run)
+        shown = dict.fromkeys(words, 0)
         while True:
             ended = start_time(step.pid) != step.start or result.exists()
-            try:
-                with said.open("rb") as file:
-                    file.seek(shown)
-                    text = file.read()
-            except OSError:
-                return  # the job has left this node
-            if text and await self._tell(
-                wire.make(wire.Type.OUTPUT, KEY=step.key, FD=2, DATA=text.replace(b"\0", b"").decode(errors="replace"))
-            ):
-                shown += len(text)
+            for number, path in words.items():
+                try:
+                    with path.open("rb") as file:
+                        file.seek(shown[number])
+                        text = file.read()
+                except OSError:
+                    return  # the job has left this node
+                said = text.replace(b"\0", b"").decode(errors="replace")
+                frame = wire.make(wire.Type.OUTPUT, KEY=step.key, FD=number, DATA=said)
+                if text and await self._tell(frame):
+                    shown[number] += len(text)
             if ended:
                 break
             await asyncio.sleep(_WATCH_INTERVAL_S)
         if self._given_up(step):
             return
         if self._job.phase is Phase.RESTORING:
-            await self._job.step_failed(f"srun of step {step.key} ended: {_shown(said)}")
+            await self._job.step_failed(f"srun of step {step.key} ended: {_shown(words[2])}")
             return
         if self._job.leaving:
             return  # ended because the job leaves: after the move the step goes on
         await self._end(step, _read_status(result))
+
+    def _words(self, step: Step) -> dict[int, Path]:
+        """Files of what the real srun itself says, by descriptor."""
+        return {1: self._job.run_dir.steps / f"{step.run}.out", 2: self._job.run_dir.steps / f"{step.run}.err"}
 
     def _given_up(self, step: Step) -> bool:
         """Whether a srun is of a restore that was given up, or of an earlier run of the job."""
@@ -276,13 +298,18 @@ class Steps:
 
     async def _end(self, step: Step, status: int) -> None:
         told = wire.make(wire.Type.SRUNEND, KEY=step.key, STATUS=status)
+        if not self._given_up(step):
+            self.ended[step.key] = status
+            while len(self.ended) > _MOST_ENDED:
+                del self.ended[next(iter(self.ended))]
         while self._given_up(step) or not await self._tell(told):
             if self._job.leaving or self._given_up(step):
                 return
             await asyncio.sleep(_WATCH_INTERVAL_S)  # a checkpoint is under way; the shepherd comes back after it
         self.steps.pop(step.key, None)
         log.info("step ended", job=self._job.job, step=step.key, status=status)
-        (self._job.run_dir.steps / f"{step.run}.out").unlink(missing_ok=True)
+        for path in self._words(step).values():
+            path.unlink(missing_ok=True)
         self._job.run_dir.step_status(step.run).unlink(missing_ok=True)
         with contextlib.suppress(GpucrError):
             await self._job.on_all("step_end", key=step.key)
@@ -315,9 +342,12 @@ class Steps:
         job = self._job
         assert job.geometry is not None
         for table in saved:
+            if "status" in table:
+                self.ended[table["key"]] = table["status"]
+                continue
             step = Step(**table | {"pid": 0, "start": 0, "launch": ""})
             self.steps[step.key] = step
-            args = self._first_command(srun_args.with_environment(srun_args.parse(step.argv), step.env))
+            args = self._first_command(self._args(step))
             places = ranks.get(step.key, {})
             env: dict[str, str] = {}
             if places:
@@ -331,6 +361,9 @@ class Steps:
     def adopt(self, state: dict[str, Any]) -> None:
         """Go on with the steps that an earlier agent had started."""
         for table in state.get("steps", []):
+            if "status" in table:
+                self.ended[table["key"]] = table["status"]
+                continue
             if not table["pid"]:  # it was never started: the shepherd asks for it again
                 continue
             step = Step(**table)
@@ -340,9 +373,10 @@ class Steps:
             self.on_node[table["key"]] = StepOnNode(**table | {"ended": ended})
 
     def state(self) -> dict[str, Any]:
-        """For the journal and for images: everything needed to go on."""
+        """For the journal and for images: everything needed to go on. Of steps that have ended: key and status."""
+        ended = [{"key": key, "status": status} for key, status in self.ended.items() if key not in self.steps]
         return {
-            "steps": [step.as_dict() for step in self.steps.values()],
+            "steps": [*(step.as_dict() for step in self.steps.values()), *ended],
             "on_node": [step.as_dict() for step in self.on_node.values()],
         }
 
@@ -388,9 +422,10 @@ def _shown(said: Path) -> str:
 
 def _read_status(path: Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # The directory is the user's: no link is followed, and a pipe holds nobody up.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor) as file:
-            return int(file.read(32))
+            return int(file.read(32)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else _FAILED
     except (OSError, ValueError):
         return _FAILED  # the wrapper was killed before it could tell
 

@@ -7,6 +7,7 @@ Source: srun(1) and `srun --help` of Slurm 24.11 and 26.05.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -155,6 +156,28 @@ class StdioPlan:
     append: bool
 
 
+# Filename patterns (srun(1)): of a task or its node; of the job; of the step, which has no number yet.
+_OF_TASK, _OF_STEP = re.compile(r"%[0-9]*[tnNu]"), re.compile(r"%[0-9]*[Js]")
+_OF_JOB = re.compile(r"%(%|([0-9]*)([jAax]))")
+_STDIO = ("output", "error", "input")
+
+
+def expanded(args: SrunArgs, env: Mapping[str, str]) -> SrunArgs:
+    """Its files' names with the job's numbers, as srun would have them; those of tasks are left to the nodes."""
+    job = env.get("SLURM_JOB_ID", "")
+    known = {"j": job, "A": env.get("SLURM_ARRAY_JOB_ID", job), "a": env.get("SLURM_ARRAY_TASK_ID", "4294967294")}
+    known["x"] = env.get("SLURM_JOB_NAME", "")
+
+    def insert(found: re.Match[str]) -> str:
+        return "%" if found[1] == "%" else known[found[3]].rjust(int(found[2] or 0), "0")
+
+    options = [
+        (name, _OF_JOB.sub(insert, value) if name in _STDIO and value and not has_pattern(value) else value)
+        for name, value in args.options
+    ]
+    return SrunArgs(tuple(options), args.command)
+
+
 def _target(value: str | None, cwd: str) -> str:
     """A stdout or stderr option: the proxy's own, none, or a file that all tasks share."""
     if value is None or value == "all":
@@ -168,7 +191,7 @@ def _target(value: str | None, cwd: str) -> str:
 
 def has_pattern(value: str | None) -> bool:
     """Whether each task has a file of its own (srun(1), filename pattern); such files are opened on the nodes."""
-    return value is not None and "%" in value.replace("%%", "")
+    return value is not None and _OF_TASK.search(value.replace("%%", "")) is not None
 
 
 def stdio_plan(args: SrunArgs, cwd: str) -> StdioPlan:
@@ -192,7 +215,7 @@ def real_command(args: SrunArgs, physical: Callable[[str], str]) -> SrunArgs:
     this run in place of the job's own. Lists must be expanded ("n1,n2"); `physical` maps one name."""
     options = []
     for name, value in args.options:
-        if name == "label" or (name in ("output", "error", "input") and not has_pattern(value)):
+        if name == "label" or (name in _STDIO and not has_pattern(value)):
             continue
         if name in ("nodelist", "exclude") and value is not None:
             value = ",".join(physical(node) for node in value.split(","))
@@ -228,6 +251,9 @@ def refusal(args: SrunArgs) -> str | None:
         return "--pty is not possible in a protected job: a terminal outside cannot be saved"
     if (args.value("mpi") or "").startswith("pmix"):
         return "--mpi=pmix is not possible in a protected job (its server is outside); use --mpi=pmi2 or mpirun"
+    for name in _STDIO:
+        if _OF_STEP.search((args.value(name) or "").replace("%%", "")):
+            return f"--{name}: %J and %s are not known before the step runs, in a protected job; use %j"
     if ":" in args.command:
         return "heterogeneous steps are not possible in a protected job"
     return None
@@ -252,7 +278,7 @@ NODE_VARIABLES = (
 
 def run_environment(users: Mapping[str, str], batch: Mapping[str, str]) -> dict[str, str]:
     """The real srun's environment: the user's, with the allocation's variables of this run."""
-    env = {k: v for k, v in users.items() if k not in RUN_VARIABLES and not k.startswith("GPUCR_")}
+    env = {k: v for k, v in users.items() if k not in RUN_VARIABLES and not k.startswith(("GPUCR_", "SLURM_GPUCR_"))}
     env |= {k: batch[k] for k in RUN_VARIABLES if k in batch}
     env |= {k: v for k, v in batch.items() if k.startswith(("SLURM_SPANK_", "_SLURM_SPANK_", "GPUCR_COOKIE"))}
     return env

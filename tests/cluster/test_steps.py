@@ -27,6 +27,13 @@ SRUNS = r"""
     wait; echo "waited"
     echo "== multi-prog"; printf '0 echo zero\n1 echo one\n' >prog.conf; srun -n 2 --multi-prog prog.conf | sort
     echo "== export"; A=1 srun -n 1 --export=ALL,B=2 sh -c 'echo "$A$B"'
+    echo "== no export"; A=1 srun -n 1 --export=NONE /bin/sh -c 'echo "A is ${A-not there}"; cat' </dev/null
+    echo "== a list"; A=1 C=3 SLURM_EXPORT_ENV=A,B=2 srun -l -n 2 /bin/sh -c 'echo "$A$B${C-}"' | sort
+    echo "== in /tmp"; mkdir -p /tmp/place; printf '#!/bin/sh\necho "in $PWD"\n' >/tmp/place/own; chmod 755 /tmp/place/own
+    (cd /tmp/place && srun -n 1 ./own; PATH="/tmp/place:$PATH" srun -n 1 own)
+    echo "== file of the job"; srun -n 2 -o 'job-%j.txt' echo one; sort "job-$SLURM_JOB_ID.txt"
+    echo "== version"; srun --version 2>/dev/null | cut -d' ' -f1
+    echo "== given up"; timeout -s INT 1 srun -q -n 1 sleep 60 2>/dev/null; echo "status $?"
     echo "== absolute path"; $(command -v srun) -n 1 echo absolute
     echo "== missing program"; srun -n 1 /no/such/program 2>/dev/null || echo "failed"
     echo "== nodes"; srun --ntasks-per-node=1 -n "$SLURM_JOB_NUM_NODES" sh -c 'hostname; echo $SLURMD_NODENAME' | sort

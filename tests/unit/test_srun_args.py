@@ -55,6 +55,20 @@ def test_stdio_of_the_proxy_is_taken_from_the_real_srun() -> None:
     assert srun_args.real_command(single, str).argv() == ["--output=t%t.txt", "a"]
 
 
+def test_files_of_the_job_are_one_for_all_tasks() -> None:
+    """Only %t, %n, %N and %u make a file for each task (srun(1), filename pattern)."""
+    env = {"SLURM_JOB_ID": "42", "SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "7", "SLURM_JOB_NAME": "md"}
+    args = srun_args.expanded(srun_args.parse(["-o", "%x-%A_%3a.%5j.100%%", "-i", "in.%j", "a"]), env)
+    plan = srun_args.stdio_plan(args, "/w")
+    assert (plan.stdout, plan.stdin) == ("file:/w/md-40_007.00042.100%", "file:/w/in.42")
+    assert srun_args.real_command(args, str).argv() == ["a"]
+    kept = srun_args.expanded(srun_args.parse(["-o", "%j.%3t", "-e", "e%%j", "a"]), env)
+    assert kept.argv() == ["--output=%j.%3t", "--error=e%j", "a"]
+    for pattern in ("%J.out", "step%2s", "%j.%s"):
+        assert "use %j" in (srun_args.refusal(srun_args.parse(["-o", pattern, "a"])) or "")
+    assert srun_args.refusal(srun_args.parse(["-o", "100%%s", "a"])) is None
+
+
 def test_node_names_of_the_job_become_those_of_the_run() -> None:
     """mpirun names nodes as it knows them."""
     names = {"n1": "n3", "n2": "n4"}

@@ -76,6 +76,7 @@ def test_the_end_of_an_earlier_start_ends_nothing(
         job.steps.steps[KEY] = step
         for name in (job.run_dir.step_status(step_of("first", os.getpid()).run), job.run_dir.step_status(KEY)):
             name.write_text("256")
+        (job.run_dir.steps / f"{step.run}.err").touch()
         words = job.run_dir.steps / f"{step.run}.out"
         words.write_text("words of the second\n")
         watching = asyncio.ensure_future(job.steps.watch(step))
@@ -185,3 +186,23 @@ def test_a_step_that_was_never_started_is_not_known(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     job.steps.adopt({"steps": [step_of("first", 0).as_dict(), step_of("second", os.getpid()).as_dict() | {"key": "k"}]})
     assert list(job.steps.steps) == ["k"]
+
+
+def test_the_end_of_a_srun_is_told_again(launched: tuple[ProtectedJob, list[dict[str, Any]]]) -> None:
+    """The shepherd had let go when it was told: it asks for the step again, which must not run twice; also by the
+    journal and in an image."""
+    job, _ = launched
+    job.steps.ended[KEY] = 5 << 8
+    other = job_of(Path(job.run_dir.path) / "other")
+    other.steps.adopt(json.loads(json.dumps(job.steps.state())))
+    for each in (job, other):
+        shepherd = Shepherd()
+        each.steps._control = shepherd  # type: ignore[assignment]
+        asyncio.run(each.steps._request(request()))
+        assert [(f.type, f.int("STATUS")) for f in shepherd.told] == [(wire.Type.SRUNEND, 5 << 8)]
+
+
+def test_a_pipe_in_place_of_a_status_holds_nobody_up(tmp_path: Path) -> None:
+    """The directory is the user's."""
+    os.mkfifo(tmp_path / "status")
+    assert exit_code(steps._read_status(tmp_path / "status")) == 1
