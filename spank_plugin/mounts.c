@@ -45,6 +45,19 @@ static int own_sysfs(void)
 	return r;
 }
 
+/* Terminals of the job's own: a restore needs the numbers that they had, which on the node others may have. */
+static int own_terminals(void)
+{
+	static const char options[] = "newinstance,ptmxmode=0666,mode=0620,gid=5"; /* tty, in every distribution */
+	struct stat st;
+
+	if (mount("devpts", "/dev/pts", "devpts", MS_NOSUID | MS_NOEXEC, options) < 0)
+		return errno == ENOENT ? 0 : -1; /* a node without terminals */
+	if (lstat("/dev/ptmx", &st) == 0 && !S_ISLNK(st.st_mode))
+		return mount("/dev/pts/ptmx", "/dev/ptmx", NULL, MS_BIND, NULL);
+	return 0;
+}
+
 static int private_tmpfs(const struct capsule_args *a, const char *path)
 {
 	char data[64];
@@ -127,6 +140,9 @@ int capsule_mounts(const struct capsule_args *a, const char **step)
 		return -1;
 	*step = "mount /sys";
 	if (a->netns >= 0 && own_sysfs() < 0)
+		return -1;
+	*step = "mount /dev/pts";
+	if (own_terminals() < 0)
 		return -1;
 	*step = "bind the hosts file"; /* before the private directories, one of which may cover it */
 	if (a->hosts && mount(a->hosts, "/etc/hosts", NULL, MS_BIND, NULL) < 0)

@@ -168,10 +168,10 @@ class NodeRestore:
 
     async def _put_back(self) -> None:
         """The tails of files that keep what was written after the checkpoint; the tree stands still."""
-        tails, self._tails = self._tails, []
-        if tails:
+        if self._tails:
             async with WorkerClient(self._job.store_root, self._job.uid, self._job.gid) as worker:
-                await worker.call("put_back", tails=tails)
+                await worker.call("put_back", tails=self._tails)
+            self._tails = []
 
     @property
     def worker(self) -> WorkerClient:

@@ -7,6 +7,7 @@ import enum
 import itertools
 import os
 import stat
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -101,42 +102,77 @@ def set_aside(files: list[OpenFile], suffix: str) -> list[tuple[str, str, int]]:
     """Cut files that grew since the dump back to their size then; the tail is kept beside as PATH.SUFFIX.
 
     CRIU refuses a file of another size, and what a job writes again would stand there twice. Runs under the
-    identity of the job's user. Returns path, tail's path and its size in bytes of each changed file; OSError when one
-    cannot be changed.
+    identity of the job's user. Returns path, tail's path and its size in bytes of each changed file; OSError, with
+    the file's name, when one cannot be changed: then all are as they were.
     """
-    changed = []
-    for file in files:
+    changed: list[tuple[str, str, int]] = []
+    try:
+        for file in files:
+            with _named(file.path):
+                tail = _cut(file, suffix)
+            if tail is not None:
+                changed.append(tail)
+    except OSError:
+        put_back(changed)
+        raise
+    return changed
+
+
+def _cut(file: OpenFile, suffix: str) -> tuple[str, str, int] | None:
+    try:
+        # One that has its size is not opened: its mode may keep its owner from writing, as while `cp` copies.
+        if os.stat(file.path, follow_symlinks=False).st_size <= file.size_bytes:
+            return None
+        descriptor = os.open(file.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None  # CRIU names it
+    with os.fdopen(descriptor, "r+b") as opened:
+        more = os.fstat(opened.fileno()).st_size - file.size_bytes
+        opened.seek(file.size_bytes)
+        kept, aside = _create_beside(file.path, suffix)
         try:
-            descriptor = os.open(file.path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # CRIU names it
-        with os.fdopen(descriptor, "r+b") as opened:
-            size = os.fstat(opened.fileno()).st_size
-            if size <= file.size_bytes:
-                continue
-            opened.seek(file.size_bytes)
-            kept, aside = _create_beside(file.path, suffix)
             with os.fdopen(kept, "wb") as tail:
                 while block := opened.read(1 << 20):
                     tail.write(block)
                 tail.flush()
                 os.fsync(tail.fileno())
-            opened.truncate(file.size_bytes)
-            changed.append((file.path, aside, size - file.size_bytes))
-    return changed
+        except OSError:
+            os.unlink(aside)
+            raise
+        opened.truncate(file.size_bytes)
+    return file.path, aside, more
 
 
 def put_back(tails: list[tuple[str, str, int]]) -> None:
-    """Undo `set_aside`: append each tail to its file again and remove it. OSError leaves those that are left."""
+    """Undo `set_aside`: append each tail to its file again and remove it. OSError, with the file's name, leaves those
+    that are left; whoever calls again with all of them goes on there."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
     for path, aside, _ in tails:
-        flags = os.O_NOFOLLOW | os.O_CLOEXEC
-        with (
-            os.fdopen(os.open(aside, os.O_RDONLY | flags), "rb") as tail,
-            os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | flags), "ab") as file,
-        ):
-            while block := tail.read(1 << 20):
-                file.write(block)
-        os.unlink(aside)
+        with _named(path):
+            try:
+                source = os.open(aside, os.O_RDONLY | flags)
+            except FileNotFoundError:
+                continue  # it is back
+            with os.fdopen(source, "rb") as tail, os.fdopen(os.open(path, os.O_WRONLY | flags), "wb") as file:
+                before = file.seek(0, os.SEEK_END)
+                try:
+                    while block := tail.read(1 << 20):
+                        file.write(block)
+                    file.flush()
+                except OSError:
+                    os.ftruncate(file.fileno(), before)
+                    raise
+            os.unlink(aside)
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Errors about a file have its name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
 
 
 def _create_beside(path: str, suffix: str) -> tuple[int, str]:

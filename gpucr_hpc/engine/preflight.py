@@ -17,7 +17,8 @@ from gpucr_hpc.engine import mappings, sessions, sockets
 
 # Character devices that CRIU saves: null, zero, full, random, urandom, kmsg is not among them (mem(4)).
 _SAVED_MEMORY_DEVICES = {(1, 3), (1, 5), (1, 7), (1, 8), (1, 9)}
-_TTY_MAJORS = {5, *range(136, 144)}
+_PTS_MAJORS, _PTMX = range(136, 144), (5, 2)
+_TTY_MAJORS = {5, *_PTS_MAJORS}
 _REFUSED_ANONYMOUS = {
     "anon_inode:[io_uring]": "io_uring ring",
     "anon_inode:[userfaultfd]": "userfaultfd",
@@ -37,7 +38,8 @@ _SHEPHERD = "gpucr-shepherd"  # still has what leads out, and lets go of it befo
 _PROCESS = re.compile(r"/proc/[0-9]+")  # criu/files-reg.c puts a slash behind it, and reads on
 _CRIU_DESCRIPTORS, _TABLE_PART, _CAP_SYS_RESOURCE = 32, 128, 24
 _MOST_PIPES = 1024  # criu/include/pipes.h, NR_PIPES_WITH_DATA
-_NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time")
+_TERMINAL_TRIES = 32  # criu/tty.c, pty_open_ptmx_index: free ones that it opens on its way to a number
+_NESTED = ("pid", "ipc", "uts", "user", "cgroup", "time", "mnt", "net")
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,13 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
 @dataclass(frozen=True)
 class _Tree:
     """What holds for all processes. reference: namespaces of the holder; mounts: ids. Seen so far: pipes that a task
-    has, and those that somebody can read."""
+    has, and those that somebody can read; numbers of pseudo terminals."""
 
     reference: dict[str, str | None]
     mounts: set[str]
     gpus: bool
     pipes: set[str] = field(default_factory=set)
+    terminals: set[int] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
 
 
@@ -105,6 +108,10 @@ def _of_all(tree: _Tree, root: int) -> Iterator[str]:
     pipes = len(tree.read & tree.pipes)
     if pipes > _MOST_PIPES:
         yield f"has {pipes} pipes, and CRIU saves {_MOST_PIPES}"
+    for count, number in enumerate(sorted(tree.terminals)):
+        if number - count >= _TERMINAL_TRIES:
+            yield f"has the terminal /dev/pts/{number} and few below it, and CRIU does not reach that number"
+            break
     groups = _multicast_groups(root)
     if groups:
         yield f"receives multicast of {', '.join(groups)}: memberships are not saved"
@@ -134,7 +141,7 @@ def _mounts(processes: list[Process]) -> set[str]:
 def _objects(process: Process, tree: _Tree) -> Iterator[str]:
     if process.tracer:
         yield f"is traced by pid {process.tracer} (debugger, strace or profiler): detach it"
-    for kind in _NESTED:
+    for kind in _NESTED if process.name != _SHEPHERD else ():
         own = namespace_of(process.pid, kind)
         if own is not None and own != tree.reference[kind]:
             yield f"has a {kind} namespace of its own (container or sandbox)"
@@ -175,6 +182,8 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
         elif _PROCESS.fullmatch(target):
             yield f"descriptor {number} is the directory {target} of a process, which CRIU takes for another file"
         elif stat.S_ISCHR(status.st_mode):
+            if (terminal := _terminal(pid, number, status.st_rdev)) is not None:
+                tree.terminals.add(terminal)
             reason = _device(status.st_rdev)
             if reason:
                 yield f"descriptor {number} is the device {target}{reason}"
@@ -184,6 +193,16 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
     for number, what in sockets.unsaved(pid, held) if held else ():
         yield f"descriptor {number} is {what}, which cannot be saved"
+
+
+def _terminal(pid: int, number: str, device: int) -> int | None:
+    """The number of a pseudo terminal, of either end."""
+    if os.major(device) in _PTS_MAJORS:
+        return os.minor(device) + 256 * (os.major(device) - _PTS_MAJORS[0])
+    if (os.major(device), os.minor(device)) == _PTMX:
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/fdinfo/{number}") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("tty-index:")), None)
+    return None
 
 
 def _named(target: str, mode: int) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import platform
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ def cpu_flags() -> set[str]:
     return set()
 
 
+# Of x86's words those that name instructions; the others say what the kernel, the firmware or a mitigation makes of it.
+_INSTRUCTIONS = re.compile(
+    "mmx|fxsr|sse|ssse|pni|avx|amx|fma|f16c|bmi|adx|aes|vaes|v?pclmul|sha|sm[34]|gfni|popcnt|abm|movbe|movdir|rdrand|"
+    "rdseed|rdpid|rdtscp|rtm|hle|cx16|cx8|cmov|lahf|clflush|clwb|cldemote|fsgsbase|xsave|pku|ospke|waitpkg|serialize|"
+    "3dnow|xop|tbm|lwp|enqcmd|cmpccxadd|rao|prefetch|wbnoinvd|invpcid"
+)
+
+
+def lacking(wanted: Iterable[str], there: Collection[str], machine: str) -> list[str]:
+    """Instruction sets of `wanted` that are not there. Both as the kernel lists them (/proc/cpuinfo, `flags`)."""
+    known = _INSTRUCTIONS.match if machine == "x86_64" else bool
+    return sorted(flag for flag in wanted if known(flag) and flag not in there)
+
+
 def check_host(meta: dict[str, Any], info: criu.CriuInfo) -> None:
     """Raise RestoreFailed when this host cannot take an image, before anything is made."""
     host = meta["host"]
@@ -52,11 +67,9 @@ def check_host(meta: dict[str, Any], info: criu.CriuInfo) -> None:
             reason=f"made by CRIU {host['criu']}, this node has {info.text}: install the same or a newer one",
             log="none",
         )
-    lacking = set(host["cpu_flags"]) - cpu_flags()
-    if lacking:
-        raise RestoreFailed(
-            reason=f"this node's processor lacks {', '.join(sorted(lacking)[:8])}; use --constraint", log="none"
-        )
+    less = lacking(host["cpu_flags"], cpu_flags(), host["machine"])
+    if less:
+        raise RestoreFailed(reason=f"this node's processor lacks {', '.join(less[:8])}; use --constraint", log="none")
 
 
 def tree_meta(capsule: Capsule, processes: list[Process]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from gpucr_hpc.errors import (
     ImageError,
     IntegrityError,
     KeyFileError,
+    RestoreFailed,
     StoreError,
     UsageError,
 )
@@ -342,7 +343,7 @@ class Worker:
 
     def do_orphans(self, job: str, older_than_s: float) -> list[str]:
         """Remove unpublished remains of a job's earlier checkpoints."""
-        removed = [o for o in self.store.orphans(older_than_s) if o.job == job]
+        removed = self.store.orphans(older_than_s, job)
         for orphan in removed:
             self.store.remove_orphan(orphan)
         return [orphan.name for orphan in removed]
@@ -389,14 +390,16 @@ class Worker:
         try:
             return set_aside([OpenFile(**file) for file in files], suffix)
         except OSError as error:
-            raise StoreError(path=error.filename, reason=f"cannot be rolled back: {error.strerror}") from None
+            reason = f"{error.filename}: cannot be rolled back: {error.strerror}"
+            raise RestoreFailed(reason=reason, log="none") from None
 
     def do_put_back(self, tails: list[tuple[str, str, int]]) -> None:
         """Append the tails to their files again; this worker then runs as the job's user."""
         try:
             put_back(tails)
         except OSError as error:
-            raise StoreError(path=error.filename, reason=f"its tail cannot be put back: {error.strerror}") from None
+            reason = f"{error.filename}: its tail cannot be put back: {error.strerror}"
+            raise RestoreFailed(reason=reason, log="none") from None
 
     def do_read(self, path: str, limit_bytes: int) -> str | None:
         """A small file of the user as whom this worker runs, base64, or None when there is none."""

@@ -98,9 +98,9 @@ class Store(Protocol):
     def delete(self, job: JobId, checkpoint: CheckpointId) -> None:
         """Remove a checkpoint: first it is no longer listed, then its bytes go. Raises CheckpointMissing."""
 
-    def orphans(self, older_than_s: float) -> Orphans:
-        """What dead writers and deleters left, unchanged for so long (by this host's clock against the
-        store's). older_than_s must be longer than any pause of a living writer."""
+    def orphans(self, older_than_s: float, job: JobId | None = None) -> Orphans:
+        """What dead writers and deleters of a job, or of all, left, unchanged for so long (by this host's clock
+        against the store's). older_than_s must be longer than any pause of a living writer."""
 
     def remove_orphan(self, orphan: Orphan) -> None:
         """Remove one of `orphans`; when it is gone already, that is fine."""

@@ -115,12 +115,13 @@ class MemoryStore:
                 raise CheckpointMissing(checkpoint=checkpoint, path=f"memory/{job}")
             self._release(files)
 
-    def orphans(self, older_than_s: float) -> Orphans:
+    def orphans(self, older_than_s: float, job: JobId | None = None) -> Orphans:
         """See Store.orphans."""
         now = time.monotonic()
         with self._lock:
             ages = [(key, now - begun) for key, (begun, _) in sorted(self._partial.items())]
-        return [Orphan(key[0], key[1] + ".partial", age_s) for key, age_s in ages if age_s >= older_than_s]
+        found = [Orphan(key[0], key[1] + ".partial", age_s) for key, age_s in ages if age_s >= older_than_s]
+        return [orphan for orphan in found if job in (None, orphan.job)]
 
     def remove_orphan(self, orphan: Orphan) -> None:
         """See Store.remove_orphan."""

@@ -117,7 +117,9 @@ class PosixStore:
         """See Store.list."""
         found: Listing = []
         for each in self._jobs() if job is None else (check_job_id(job),):
-            with contextlib.suppress(ObjectMissing), self._job(each) as fd, errors_at(self._path(each)):
+            # Where all jobs are looked at, a directory that is not ours must not keep others from their checkpoints.
+            passed = (ObjectMissing,) if job is not None else (ObjectMissing, StoreError)
+            with contextlib.suppress(*passed), self._job(each) as fd, errors_at(self._path(each)):
                 names = filter(is_checkpoint_id, os.listdir(fd))
                 found += [(each, name) for name in names if exists(f"{name}/{MANIFEST_NAME}", fd)]
         return sorted(found, key=lambda pair: (pair[1], int(pair[0])))
@@ -157,18 +159,17 @@ class PosixStore:
 
     # --- orphans ----------------------------------------------------------------------------------------
 
-    def orphans(self, older_than_s: float) -> Orphans:
+    def orphans(self, older_than_s: float, job: JobId | None = None) -> Orphans:
         """See Store.orphans."""
         now, found = time.time(), []
-        for job in self._jobs():
-            # A directory that is not ours in the store must not keep others from their checkpoints.
-            with contextlib.suppress(ObjectMissing, StoreError), self._job(job) as fd, errors_at(self._path(job)):
+        for each in self._jobs() if job is None else (check_job_id(job),):
+            with contextlib.suppress(ObjectMissing, StoreError), self._job(each) as fd, errors_at(self._path(each)):
                 for name in sorted(os.listdir(fd)):
                     if _is_orphan_name(name):
                         with contextlib.suppress(FileNotFoundError):
                             age_s = now - last_change(name, fd)
                             if age_s >= older_than_s:
-                                found.append(Orphan(job, name, age_s))
+                                found.append(Orphan(each, name, age_s))
         return found
 
     def remove_orphan(self, orphan: Orphan) -> None:

@@ -28,6 +28,21 @@ int main(void)
     "io_uring ring",
 )
 
+# A mount namespace of its own; a user needs a user namespace for it, a set-user-id program such as Apptainer's none.
+REFUSED["mounts"] = (
+    "python",
+    """
+    import ctypes, os, subprocess, sys, time
+    inner = "echo ready; until [ -e gone ]; do sleep 0.1; done"
+    subprocess.run(["unshare", "--map-root-user", "--mount", "sh", "-c", inner], check=True)
+    print("let go", flush=True)
+    while not os.path.exists("go"):
+        time.sleep(0.05)
+    print("ok")
+    """,
+    "has a mnt namespace of its own",
+)
+
 # C40: an open device node (any that a user may open and CRIU cannot save).
 REFUSED["device"] = (
     "python",

@@ -67,6 +67,54 @@ def test_refused_before_anything_is_touched(lab: Lab, name: str) -> None:
     assert job.end().out == "ready\nlet go\nok\n"
 
 
+_TERMINALS = """
+import os, pty, time
+count, kept = {count}, {kept}
+pairs = [pty.openpty() for _ in range(count)]
+for master, slave in pairs[kept:-1]:
+    os.close(master), os.close(slave)
+pairs = pairs[:kept] + pairs[-1:]
+print("ready", os.ttyname(pairs[-1][1]), flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.05)
+for number, (master, slave) in enumerate(pairs):
+    os.write(slave, b"line %d\\n" % number)
+    assert os.read(master, 100) == b"line %d\\r\\n" % number and os.isatty(slave)
+print(os.ttyname(pairs[-1][1]))
+"""
+
+
+@pytest.mark.parametrize(("count", "kept"), [(20, 0), (70, 69)], ids=["a number above free ones", "many"])
+def test_terminals_are_the_jobs_own(lab: Lab, count: int, kept: int) -> None:
+    """Whatever numbers are taken on the nodes: a terminal comes back with its own. Open MPI makes one for each local
+    rank."""
+    on = bench(lab, f"cases-terminals-{count}")
+    held = on.put("held.py", "import pty, time\npairs = [pty.openpty() for _ in range(60)]\ntime.sleep(600)\n")
+    program = on.put("terminals.py", _TERMINALS.format(count=count, kept=kept))
+    nodes = lab.nodes()[1:]
+    for node in nodes:
+        lab.exec(node, ["sh", "-c", f"python3 {held} >/dev/null 2>&1 & echo $! >/tmp/held"])
+    try:
+        job = on.submit(f"exec python3 {program}", name="job").says(f"ready /dev/pts/{count - 1}\n")
+        job.move()
+        (on.directory / "go").touch()
+        assert job.end().out.splitlines()[1] == f"/dev/pts/{count - 1}"
+    finally:
+        for node in nodes:
+            lab.exec(node, ["sh", "-c", "kill $(cat /tmp/held); rm /tmp/held"], check=False)
+
+
+def test_a_terminal_that_criu_cannot_make_is_refused(lab: Lab) -> None:
+    """Before anything is frozen: 39 others were there before it, and have gone."""
+    on = bench(lab, "cases-terminal")
+    program = on.put("terminals.py", _TERMINALS.format(count=40, kept=0))
+    job = on.submit(f"exec python3 {program}", name="job").says("ready /dev/pts/39\n")
+    asked = job.gpucr("checkpoint", str(job.id), check=False)
+    assert (asked.status, "/dev/pts/39" in asked.stderr) == (44, True)
+    (on.directory / "go").touch()
+    job.end()
+
+
 def test_what_cannot_be_saved_is_said_while_there_is_time(lab: Lab) -> None:
     """Nobody has asked for a checkpoint; a job of which all can be saved hears nothing."""
     on = bench(lab, "cases-outlook")

@@ -29,7 +29,8 @@ SRUNS = r"""
     echo "== export"; A=1 srun -n 1 --export=ALL,B=2 sh -c 'echo "$A$B"'
     echo "== no export"; A=1 srun -n 1 --export=NONE /bin/sh -c 'echo "A is ${A-not there}"; cat' </dev/null
     echo "== a list"; A=1 C=3 SLURM_EXPORT_ENV=A,B=2 srun -l -n 2 /bin/sh -c 'echo "$A$B${C-}"' | sort
-    echo "== in /tmp"; mkdir -p /tmp/place; printf '#!/bin/sh\necho "in $PWD"\n' >/tmp/place/own; chmod 755 /tmp/place/own
+    echo "== in /tmp"; mkdir -p /tmp/place; printf '#!/bin/sh\necho "in $PWD"\n' >/tmp/place/own
+    chmod 755 /tmp/place/own
     (cd /tmp/place && srun -n 1 ./own; PATH="/tmp/place:$PATH" srun -n 1 own)
     echo "== file of the job"; srun -n 2 -o 'job-%j.txt' echo one; sort "job-$SLURM_JOB_ID.txt"
     echo "== version"; srun --version 2>/dev/null | cut -d' ' -f1

@@ -179,6 +179,8 @@ def test_orphans(store):
     store.begin("41", OLD).create("a.pack").close()
     assert store.orphans(3600) == []
     (orphan,) = store.orphans(0)
+    assert [each.name for each in store.orphans(0, orphan.job)] == [orphan.name]
+    assert store.orphans(0, str(int(orphan.job) + 1)) == []
     assert orphan.job == "41"
     assert OLD in orphan.name
     assert 0 <= orphan.age_s < 60

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -64,3 +68,61 @@ def test_link_in_place_of_a_file_is_not_followed(tmp_path):
     with pytest.raises(OSError, match="out"):
         set_aside([OpenFile(str(tmp_path / "out"), 1, os.O_WRONLY)], "after-ID")
     assert b"precious" == target.read_bytes()
+
+
+def test_a_file_that_did_not_change_may_be_closed_to_its_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the target of a `cp` of a read-only file is while it is written: nothing is opened."""
+    path = tmp_path / "copy"
+    path.write_text("four")
+
+    def refuse(name: str, *_: object) -> int:
+        raise PermissionError(errno.EACCES, "no", name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        assert set_aside([OpenFile(str(path), 4, os.O_WRONLY)], "after-ID") == []
+
+
+def test_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quota is used up at the second of two files: the first is as it was, no tail stays, the file is named."""
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("before, after")
+        files.append(OpenFile(str(tmp_path / name), 6, os.O_WRONLY))
+    sync, calls = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 2:
+            raise OSError(errno.EDQUOT, "quota")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="quota") as caught:
+        set_aside(files, "after-ID")
+    assert caught.value.filename == str(tmp_path / "b")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("ab", "before, after")
+
+
+def test_putting_back_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk in the middle of a tail leaves no piece of it in the file."""
+    files = []
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"head" + name.encode() * (3 << 20))
+        files.append(OpenFile(str(tmp_path / name), 4, os.O_WRONLY))
+    changed = set_aside(files, "after-ID")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limit[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            put_back(changed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert caught.value.filename == str(tmp_path / "a")
+    assert (tmp_path / "a").read_bytes() == b"head"
+    put_back(changed)
+    put_back(changed)
+    for name in ("a", "b"):
+        assert (tmp_path / name).read_bytes() == b"head" + name.encode() * (3 << 20)
