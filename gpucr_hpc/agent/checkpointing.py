@@ -22,6 +22,7 @@ from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
 from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate
+from gpucr_hpc.engine import sharedfiles
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import remove_link_remaps
 from gpucr_hpc.errors import (
@@ -169,6 +170,7 @@ class _Checkpoint:
             "signal_to_frozen_s": round(max(p.frozen_at for p in self._parts) - self._budget.started, 4),
             "dump_s": round(max(p.dump_s for p in self._parts), 4),
         }
+        sharedfiles.agree([part.meta["files"] for part in self._parts])
         manifest = Manifest(
             checkpoint=self._id,
             job=job.job,

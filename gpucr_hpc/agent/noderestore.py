@@ -113,6 +113,7 @@ class NodeRestore:
             entry=manifest.image(job.node_rank).as_dict(),
             key=DataKey.unwrap(manifest.slots, job.context.site_keys, manifest.checkpoint).reveal_hex(),
             holder=engine.in_image(self._meta),
+            sizes={file["path"]: file["size_bytes"] for file in self._meta["files"] if file.get("shared")},
         )
 
     async def _old_paths(self) -> tuple[list[str], list[tuple[str, str]]]:

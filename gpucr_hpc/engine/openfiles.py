@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule.processes import Process
@@ -27,11 +28,16 @@ class FilesPolicy(enum.StrEnum):
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file open for writing: path inside the capsule, size in bytes at the dump, open(2) flags."""
+    """A file open for writing: path inside the capsule, size in bytes at the dump, open(2) flags.
+
+    identity: two nodes have the same file when path and identity are equal. shared: several nodes of the job have it.
+    """
 
     path: str
     size_bytes: int
     flags: int
+    identity: str = ""
+    shared: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -61,8 +67,16 @@ def writable_files(processes: list[Process], private: tuple[str, ...]) -> list[O
                 and status.st_nlink
                 and not path.startswith(tuple(f"{p}/" for p in private))
             ):
-                found[path] = OpenFile(path, status.st_size, flags)
+                found[path] = OpenFile(path, status.st_size, flags, _identity(status))
     return sorted(found.values(), key=lambda f: f.path)
+
+
+def _identity(status: os.stat_result) -> str:
+    """A file system without a device of its own is of the network, as a rule, and numbers its files for all nodes; the
+    number of a disk says something on its own node only."""
+    if os.major(status.st_dev) == 0:
+        return str(status.st_ino)
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{status.st_dev}:{status.st_ino}"
 
 
 def output_files(pids: list[int]) -> list[OpenFile]:

@@ -20,22 +20,42 @@ def messages(data: bytes, path: str) -> Iterator[dict[int, list[int | bytes]]]:
 
     path: for the error. Raises ImageError for anything that cannot be read.
     """
-    at = MAGIC_BYTES
     try:
-        while at < len(data):
-            (length,) = _LENGTH.unpack_from(data, at)
-            at += _LENGTH.size
-            yield fields(_cut(data, at, length))
-            at += length
+        for message in raw_messages(data):
+            yield fields(message)
     except (IndexError, struct.error):
         raise ImageError(path=path, reason="cannot be read") from None
+
+
+def raw_messages(data: bytes) -> Iterator[bytes]:
+    """The messages of an image file as they are. Raises IndexError, struct.error."""
+    at = MAGIC_BYTES
+    while at < len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        yield _cut(data, at, length)
+        at += length
 
 
 def fields(data: bytes) -> dict[int, list[int | bytes]]:
     """The fields of one message. Raises IndexError or struct.error where it is out of shape."""
     found: dict[int, list[int | bytes]] = {}
+    for field, value, _ in _fields(data):
+        found.setdefault(field, []).append(value)
+    return found
+
+
+def replaced(data: bytes, field: int, value: int | bytes) -> bytes:
+    """One message with another value in each of its fields of a number, all else as it was, byte for byte. Raises
+    IndexError where it is out of shape."""
+    return b"".join(_encoded_field(field, value) if number == field else raw for number, _, raw in _fields(data))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:
+    """Number, value and bytes of each field."""
     at = 0
     while at < len(data):
+        start = at
         tag, at = _varint(data, at)
         kind = tag & 7
         value: int | bytes
@@ -51,8 +71,7 @@ def fields(data: bytes) -> dict[int, list[int | bytes]]:
             at += length
         else:
             raise IndexError(f"wire type {kind}")
-        found.setdefault(tag >> 3, []).append(value)
-    return found
+        yield tag >> 3, value, data[start:at]
 
 
 def number(message: Mapping[int, list[int | bytes]], field: int) -> int | None:
@@ -80,13 +99,18 @@ def encode(numbers: Mapping[int, int]) -> bytes:
 
 def encode_pairs(pairs: Iterable[tuple[int, int | bytes]]) -> bytes:
     """A message of fields, which may be there more than once, behind its length."""
-    body = bytearray()
-    for field, value in pairs:
-        if isinstance(value, bytes):
-            body += _encoded(field << 3 | _BYTES) + _encoded(len(value)) + value
-        else:
-            body += _encoded(field << 3) + _encoded(value)
-    return _LENGTH.pack(len(body)) + bytes(body)
+    return framed(b"".join(_encoded_field(field, value) for field, value in pairs))
+
+
+def framed(message: bytes) -> bytes:
+    """A message as it stands in an image file."""
+    return _LENGTH.pack(len(message)) + message
+
+
+def _encoded_field(field: int, value: int | bytes) -> bytes:
+    if isinstance(value, bytes):
+        return _encoded(field << 3 | _BYTES) + _encoded(len(value)) + value
+    return _encoded(field << 3) + _encoded(value)
 
 
 def _cut(data: bytes, at: int, length: int) -> bytes:

@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpucr_hpc.engine import bypass, pagemap
@@ -283,13 +283,15 @@ class Serve(_Connection):
         patches: pagemap.Patches,
         parts: Sequence[Part] = (),
         renumbered: Renumbered | None = None,
+        changed: Mapping[str, bytes] | None = None,
     ) -> None:
-        """parts: memory that somebody else restores. renumbered: the holder under another number."""
+        """parts: memory that somebody else restores. renumbered: the holder under another number. changed: what CRIU
+        gets in place of other streams."""
         super().__init__(listener)
         self._reader, self._patches = reader, patches
-        changed = renumbered or Renumbered({}, {})
-        self._names = {name: name for name in reader.names()} | changed.names
-        self._replaced = {part.pagemap_name: part.pagemap for part in parts} | changed.tree
+        holder = renumbered or Renumbered({}, {})
+        self._names = {name: name for name in reader.names()} | holder.names
+        self._replaced = {part.pagemap_name: part.pagemap for part in parts} | holder.tree | dict(changed or {})
         self._left_out = {part.pages: part.left_out for part in parts}
 
     def _request(self, sock: socket.socket, name: str) -> None:

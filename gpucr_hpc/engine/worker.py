@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, stream
+from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, sharedfiles, stream
 from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
 from gpucr_hpc.engine.renumber import renumber
 from gpucr_hpc.errors import (
@@ -250,10 +250,19 @@ class Worker:
             self._staging.abort()
         self._staging = self._writer = self._capture = self._memory = None
 
-    def do_serve(self, job: str, checkpoint: str, entry: dict[str, Any], key: str, holder: list[int]) -> None:
+    def do_serve(
+        self,
+        job: str,
+        checkpoint: str,
+        entry: dict[str, Any],
+        key: str,
+        holder: list[int],
+        sizes: dict[str, int] | None = None,
+    ) -> None:
         """Open an image and check what can be checked without reading it whole; CRIU may connect from now on.
 
-        holder: its number in the image, and the one that it comes back with.
+        holder: its number in the image, and the one that it comes back with. sizes: in bytes, of files that several
+        nodes write to.
         """
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
@@ -265,7 +274,8 @@ class Worker:
             patches = pagemap.decode_patches(self._reader.read(pagemap.PATCHES_STREAM))
         self._parts = fillplan.make(self._reader, patches)
         renumbered = renumber(self._reader, *holder)
-        self._serve = stream.Serve(self._listener, self._reader, patches, self._parts, renumbered)
+        changed = sharedfiles.fitted(self._reader, sizes or {})
+        self._serve = stream.Serve(self._listener, self._reader, patches, self._parts, renumbered, changed)
         self._serve.start()
 
     def do_to_fill(self) -> list[int]:

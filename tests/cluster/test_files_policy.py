@@ -60,3 +60,39 @@ def test_refuse(lab: Lab) -> None:
     assert len(job.file("own.txt").splitlines()) == lines
     assert list(job.directory.glob("*.after-*")) == []
     job.cancel()
+
+
+_TOGETHER = """
+import os
+rank, log, own = os.environ["SLURM_PROCID"], open("shared.log", "ab", buffering=0), 0
+print("ready", flush=True)
+while not os.path.exists("stop"):
+    log.write(b"%s %d %s\\n" % (rank.encode(), own, b"x" * 200))
+    own += 1
+"""
+
+
+def test_a_file_to_which_two_nodes_write_at_full_rate(lab: Lab) -> None:
+    """They freeze one after the other, so each sees another size of it. Each line is there once, after moves and after
+    a restore from an older set."""
+    at = bench(lab, "files-shared")
+    script = f"srun python3 {at.put('together.py', _TOGETHER)}"
+    job = at.submit(script, "--nodes=2", "--ntasks-per-node=1", name="job")
+    wait_until(lambda: job.out.count("ready\n") == 2, 60, lambda: f"two ranks:\n{job.raw}")
+    job.move()
+    job.checkpoint()
+    seen = (at.directory / "shared.log").stat().st_size
+    wait_until(lambda: (at.directory / "shared.log").stat().st_size > seen + 100_000, 20, "more lines")
+    lost = job.checkpoint("--stop")["checkpoint"]
+    lab.wait_job(job.id, lambda info: info["job_state"] == ["PENDING"], 60)
+    shutil.rmtree(job.store() / lost)
+    lab.exec("ctl", ["scontrol", "release", str(job.id)], user=job.user)
+    job.back(2)
+    job.move()
+    (at.directory / "stop").touch()
+    job.end()
+    lines = [line.split() for line in job.file("shared.log").splitlines()]
+    for rank in ("0", "1"):
+        numbers = [int(line[1]) for line in lines if line[0] == rank]
+        assert numbers == list(range(len(numbers)))
+    assert {len(line[2]) for line in lines} == {200}
