@@ -63,12 +63,21 @@ def test_refuse(lab: Lab) -> None:
 
 
 _TOGETHER = """
-import os
-rank, log, own = os.environ["SLURM_PROCID"], open("shared.log", "ab", buffering=0), 0
+import os, threading
+
+def write():
+    rank, log, own = os.environ["SLURM_PROCID"], open("shared.log", "ab", buffering=0), 0
+    while not os.path.exists("stop"):
+        log.write(b"%s %d %s\\n" % (rank.encode(), own, b"x" * 200))
+        own += 1
+    ended.set()
+
+ended = threading.Event()
+if os.environ["SLURM_PROCID"] == "1":  # is frozen thread by thread, the one that writes last of all
+    for _ in range(1500):
+        threading.Thread(target=ended.wait, daemon=True).start()
+threading.Thread(target=write).start()
 print("ready", flush=True)
-while not os.path.exists("stop"):
-    log.write(b"%s %d %s\\n" % (rank.encode(), own, b"x" * 200))
-    own += 1
 """
 
 
