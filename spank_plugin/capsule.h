@@ -36,6 +36,7 @@ struct capsule_args {
 };
 
 /* capsule_args.c */
+bool parse_groups(struct capsule_args *a, const char *text); /* A,B,... behind those that are there */
 int capsule_parse(struct capsule_args *a, int argc, char **argv);
 
 /* The roles; each is a main() that gets the arguments after the role's name. */
@@ -54,8 +55,8 @@ int capsule_mounts(const struct capsule_args *a, const char **step);
  * tools must be able to look at the process. */
 int become_user(uid_t uid, gid_t gid, const gid_t *groups, size_t ngroups);
 /* Real ids of the user, effective root: what CRIU runs as. Some hosts withhold CAP_SYS_RESOURCE from root, and then
- * prlimit(2) on another user's process fails unless the real ids match. */
-int become_criu(uid_t uid, gid_t gid);
+ * prlimit(2) on another user's process fails unless the real ids match. The groups are for the files (criu_files.c). */
+int become_criu(uid_t uid, gid_t gid, const gid_t *groups, size_t ngroups);
 void set_name(const char *comm);
 
 /* hide.c: io_uring_setup(2) answers ENOSYS in this process and all that it starts. 0, or -1 with errno. Needs CAP_SYS_ADMIN,

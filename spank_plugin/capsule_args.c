@@ -13,7 +13,7 @@
 
 #include "util.h"
 
-static bool parse_groups(struct capsule_args *a, const char *text)
+bool parse_groups(struct capsule_args *a, const char *text)
 {
 	while (*text) {
 		char *end;

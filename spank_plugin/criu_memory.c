@@ -6,22 +6,20 @@
 // the socket in $GPUCR_MEMORY_SOCKET (docs/protocol.md), with a descriptor of the process's memory. All this happens
 // while the tree is frozen. Without the variable, or where CRIU does not ask in this way, CRIU does everything.
 #define _GNU_SOURCE
-#include <elf.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
-#include <link.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include "criu_memory.h"
+#include "criu_plugin.h"
 
 #define IS_GUARD (UINT64_C(1) << 8) // a category of pages
 #define LARGE_BYTES (UINT64_C(4) << 20)
@@ -197,58 +195,17 @@ static int answer(int fd, unsigned long request, ...)
 	return ioctl(fd, request, argument);
 }
 
-// The place through which CRIU calls ioctl.
-static int find_slot(struct dl_phdr_info *info, size_t size, void *slot)
-{
-	const ElfW(Sym) *symbols = NULL;
-	const char *names = NULL;
-	uintptr_t tables[2] = { 0 }, sizes[2] = { 0 };
-	(void)size;
-
-	for (int i = 0; i < info->dlpi_phnum; i++) {
-		if (info->dlpi_phdr[i].p_type != PT_DYNAMIC)
-			continue;
-		for (const ElfW(Dyn) *entry = (void *)(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr); entry->d_tag; entry++) {
-			uintptr_t value = entry->d_un.d_ptr;
-			uintptr_t at = value < info->dlpi_addr ? value + info->dlpi_addr : value;
-
-			if (entry->d_tag == DT_SYMTAB)
-				symbols = (void *)at;
-			else if (entry->d_tag == DT_STRTAB)
-				names = (void *)at;
-			else if (entry->d_tag == DT_JMPREL)
-				tables[0] = at;
-			else if (entry->d_tag == DT_PLTRELSZ)
-				sizes[0] = value;
-			else if (entry->d_tag == DT_RELA)
-				tables[1] = at;
-			else if (entry->d_tag == DT_RELASZ)
-				sizes[1] = value;
-		}
-	}
-	for (int i = 0; symbols && names && i < 2; i++) {
-		const ElfW(Rela) *table = (void *)tables[i];
-		for (size_t n = 0; table && n < sizes[i] / sizeof(*table); n++) {
-			uint32_t number = ELF64_R_SYM(table[n].r_info);
-			if (number && !strcmp(names + symbols[number].st_name, "ioctl"))
-				*(void ***)slot = (void **)(info->dlpi_addr + table[n].r_offset);
-		}
-	}
-	return 1; // the program itself comes first, and only it is asked about
-}
-
 // CRIU goes on by itself where something is missing: who listens has not heard that the plugin is in place.
 static int begin(int stage)
 {
 	const char *path = getenv("GPUCR_MEMORY_SOCKET");
 	struct sockaddr_un name = { .sun_family = AF_UNIX };
-	uintptr_t page = sysconf(_SC_PAGESIZE);
-	void **slot = NULL;
+	void **slot;
 
 	if (stage != STAGE_DUMP || !path || strlen(path) >= sizeof(name.sun_path))
 		return 0;
-	dl_iterate_phdr(find_slot, &slot);
-	if (!slot || mprotect((void *)((uintptr_t)slot & -page), page, PROT_READ | PROT_WRITE) < 0)
+	slot = criu_slot("ioctl");
+	if (!slot)
 		return 0;
 	strcpy(name.sun_path, path);
 	peer = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What criu_memory.so has to do with: the kernel's question for pages, CRIU's plugins, its own packets.
+// What criu_memory.so has to do with: the kernel's question for pages, its own packets.
 #ifndef GPUCR_CRIU_MEMORY_H
 #define GPUCR_CRIU_MEMORY_H
 
@@ -15,15 +15,6 @@ struct region {
 	uint64_t start, end, categories;
 };
 #define SCAN _IOWR('f', 16, struct scan)
-
-// criu-plugin.h, version 0.2: what CRIU looks for in a plugin.
-struct plugin {
-	const char *name;
-	int (*init)(int stage);
-	void (*exit)(int stage, int result);
-	unsigned int version, max_hooks; // none
-	void *hooks[1];
-};
 
 #define MOST 2048
 

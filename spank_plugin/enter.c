@@ -52,9 +52,10 @@ static int join(long long init_pid)
 int enter_main(int argc, char **argv)
 {
 	static const struct option options[] = {
-		{ "init-pid", 1, NULL, 'i' }, { "uid", 1, NULL, 'u' },	 { "gid", 1, NULL, 'g' },
+		{ "init-pid", 1, NULL, 'i' }, { "uid", 1, NULL, 'u' },	 { "gid", 1, NULL, 'g' },  { "groups", 1, NULL, 'G' },
 		{ "plain", 0, NULL, 'p' },    { NULL, 0, NULL, 0 },
 	};
+	static struct capsule_args who; /* the groups alone */
 	long long init_pid = -1, uid = -1, gid = -1;
 	bool plain = false, ok = true;
 	int c, status;
@@ -64,11 +65,12 @@ int enter_main(int argc, char **argv)
 		case 'i': ok &= parse_number(optarg, 1, INT_MAX, &init_pid); break;
 		case 'u': ok &= parse_number(optarg, 0, UINT_MAX - 1, &uid); break;
 		case 'g': ok &= parse_number(optarg, 0, UINT_MAX - 1, &gid); break;
+		case 'G': ok &= parse_groups(&who, optarg); break;
 		case 'p': plain = true; break;
 		default: ok = false;
 		}
 	if (!ok || init_pid < 0 || !argv[optind] || (!plain && (uid < 0 || gid < 0))) {
-		say("usage: gpucr-init enter --init-pid N (--plain | --uid U --gid G) -- COMMAND...");
+		say("usage: gpucr-init enter --init-pid N (--plain | --uid U --gid G [--groups A,B]) -- COMMAND...");
 		return 125;
 	}
 	if (join(init_pid) < 0)
@@ -83,7 +85,7 @@ int enter_main(int argc, char **argv)
 	if (child == 0) {
 		signal(SIGTERM, SIG_DFL);
 		signal(SIGINT, SIG_DFL);
-		if (!plain && become_criu((uid_t)uid, (gid_t)gid) < 0) {
+		if (!plain && become_criu((uid_t)uid, (gid_t)gid, who.groups, who.ngroups) < 0) {
 			say("enter: take CRIU's identity: %s", strerror(errno));
 			_exit(125);
 		}

@@ -38,7 +38,7 @@ static void exec_criu(const struct capsule_args *a, const struct frame *f, int o
 
 	if (dup2(out, 1) < 0 || dup2(out, 2) < 0 || !argv || !env || !argv[0])
 		_exit(126);
-	if (become_criu(a->uid, a->gid) < 0) {
+	if (become_criu(a->uid, a->gid, a->groups, a->ngroups) < 0) {
 		say("could not take CRIU's identity: %s", strerror(errno));
 		_exit(126);
 	}

@@ -14,9 +14,9 @@ int become_user(uid_t uid, gid_t gid, const gid_t *groups, size_t ngroups)
 	return prctl(PR_SET_DUMPABLE, 1, 0, 0, 0);
 }
 
-int become_criu(uid_t uid, gid_t gid)
+int become_criu(uid_t uid, gid_t gid, const gid_t *groups, size_t ngroups)
 {
-	if (setgroups(1, &gid) < 0 || setresgid(gid, 0, 0) < 0)
+	if (setgroups(ngroups, groups) < 0 || setresgid(gid, 0, 0) < 0)
 		return -1;
 	return setresuid(uid, 0, 0);
 }

@@ -18,6 +18,7 @@
 #include <unistd.h>
 
 #include "criu_memory.h"
+#include "criu_plugin.h"
 #include "test_check.h"
 
 #define PAGE UINT64_C(4096)

@@ -14,6 +14,7 @@
 #include <unistd.h>
 
 #include "criu_memory.h"
+#include "criu_plugin.h"
 #include "test_check.h"
 
 #define MIB (1 << 20)

@@ -70,7 +70,7 @@ async def adopt(job: ProtectedJob, state: dict[str, Any]) -> bool:
     job.timeouts = state.get("timeouts", 0)
     if state["geometry"]:
         job.geometry = Geometry(**{k: tuple(v) for k, v in state["geometry"].items()})
-    job.capsule = Capsule(**state["capsule"]) if state["capsule"] else None
+    job.capsule = Capsule(**state["capsule"] | {"groups": job.groups}) if state["capsule"] else None
     job.steps.adopt(state)
     phase = Phase(state["phase"])
     job.tasks, job.batch = set(state["tasks"]), state["supervisor"]

@@ -32,7 +32,7 @@ _KILL_LIMIT_S = 30.0
 @dataclass(frozen=True)
 class Capsule:
     """A capsule that exists. init_pid, init_start: PID 1 on the host and its start time in clock ticks.
-    root: pid of the holder inside the namespace, root of the dump."""
+    root: pid of the holder inside the namespace, root of the dump. groups: the user's supplementary ones."""
 
     job: str
     node_rank: int
@@ -41,6 +41,7 @@ class Capsule:
     init_pid: int
     init_start: int
     root: int
+    groups: tuple[int, ...] = ()
 
     def alive(self) -> bool:
         """Whether PID 1 still runs; start times guard against a reused pid."""
@@ -218,7 +219,7 @@ async def build(
             raise CapsuleError(job=job, node=hostname, reason=f"not built: {why}")
         init_pid = ready.int("PID")
         capsule = Capsule(
-            job, node_rank, who.uid, who.gid, init_pid, start_time(init_pid) or 0, ready.int("ROOT")
+            job, node_rank, who.uid, who.gid, init_pid, start_time(init_pid) or 0, ready.int("ROOT"), who.groups
         )
     except TimeoutError:
         await discard(job, run_dir, capsule)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+#: With it CRIU opens files as the job's user (spank_plugin/criu_files.c).
+FILES_PLUGIN = Path("/usr/lib/gpucr/criu_files.so")
+
 
 @dataclass(frozen=True)
 class RunDir:
@@ -92,7 +95,10 @@ class RunDir:
         user = self.path / "user"
         user.mkdir(mode=0o700)
         os.chown(user, uid, gid)
-        (self.work / "libdir").mkdir()
+        plugins = self.work / "libdir"
+        plugins.mkdir()
+        if FILES_PLUGIN.is_file():
+            (plugins / FILES_PLUGIN.name).symlink_to(FILES_PLUGIN)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpucr_hpc.capsule.capsule import Capsule
 from gpucr_hpc.config import EngineConfig
 from gpucr_hpc.errors import CriuUnusable, ToolMissing
 from gpucr_hpc.proc import clean_env, run_async
@@ -112,9 +113,11 @@ def dump_argv(config: EngineConfig, root: int, images: Path, work: Path, plugins
     ]
 
 
-def enter_argv(init_pid: int, uid: int, gid: int, argv: Sequence[str]) -> list[str]:
-    """Run argv in a capsule's pid, mount and network namespaces, with real ids of the user, effective root."""
-    return [INIT_PROGRAM, "enter", "--init-pid", str(init_pid), "--uid", str(uid), "--gid", str(gid), "--", *argv]
+def enter_argv(capsule: Capsule, argv: Sequence[str]) -> list[str]:
+    """Run argv in a capsule's pid, mount and network namespaces; real ids and groups are the user's, effective root."""
+    who = ["--uid", str(capsule.uid), "--gid", str(capsule.gid)]
+    who += ["--groups", ",".join(map(str, capsule.groups or (capsule.gid,)))]
+    return [INIT_PROGRAM, "enter", "--init-pid", str(capsule.init_pid), *who, "--", *argv]
 
 
 def restore_argv(config: EngineConfig, images: Path, work: Path) -> list[str]:

@@ -77,9 +77,7 @@ class Dump:
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(
-            capsule.init_pid,
-            capsule.uid,
-            capsule.gid,
+            capsule,
             criu.dump_argv(self._config, capsule.root, self._run_dir.images, self._run_dir.work, plugins),
         )
         self._criu = await asyncio.create_subprocess_exec(

@@ -55,10 +55,10 @@ def wanted(pids: Sequence[int]) -> bool:
 
 
 def plugin_folder(work: Path) -> Path:
-    """A folder in CRIU's work directory that holds its plugin and no other."""
+    """A folder in CRIU's work directory that holds its plugin, and those that it always has."""
     folder = work / "plugins"
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    shutil.copytree(work / "libdir", folder, symlinks=True)
     (folder / PLUGIN.name).symlink_to(PLUGIN)
     return folder
 

@@ -13,7 +13,7 @@ from gpucr_hpc.capsule import network
 from gpucr_hpc.engine import criu
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine.dump import remove_link_remaps
-from gpucr_hpc.lab.image_tree import ENGINE, JOB, UID, Run, Tree, cpu_of, size_of, sync
+from gpucr_hpc.lab.image_tree import ENGINE, JOB, Run, Tree, cpu_of, size_of, sync
 from gpucr_hpc.proc import clean_env
 
 
@@ -38,7 +38,7 @@ async def raw_dump(tree: Tree, images: Path) -> Run:
     argv[argv.index("--libdir") + 1] = str(work / "libdir")
     with cpu_of(run):
         start = time.monotonic()
-        done = subprocess.run(criu.enter_argv(capsule.init_pid, UID, UID, argv), env=clean_env(), check=False)
+        done = subprocess.run(criu.enter_argv(capsule, argv), env=clean_env(), check=False)
         if done.returncode:
             raise SystemExit(f"measure_image: criu dump failed: {criu.explain_file(images / 'dump.log')}")
         sync(images)

@@ -146,7 +146,7 @@ class JobRun:
                 raise AssertionError(f"job {self.id} ended, not restored:\n{self.raw[-3000:]}")
             return False
 
-        wait_until(look, timeout_s, f"restore {restarts} of job {self.id}:\n{self.raw[-1000:]}")
+        wait_until(look, timeout_s, lambda: f"restore {restarts} of job {self.id}:\n{self.raw[-3000:]}")
         return self
 
     def preempt(self) -> JobRun:
