@@ -68,13 +68,15 @@ def test_wanted_with_enough_of_it(monkeypatch):
     memory.close()
 
 
-def test_criu_loads_the_plugin_alone(tmp_path):
-    """Also where an earlier dump has left a folder."""
+def test_criu_loads_the_plugin_and_those_that_it_always_has(tmp_path):
+    """No other, also where an earlier dump has left a folder."""
+    (tmp_path / "libdir").mkdir()
+    (tmp_path / "libdir/always.so").symlink_to("/usr/lib/gpucr/always.so")
     for _ in range(2):
         folder = large.plugin_folder(tmp_path)
-        (found,) = folder.iterdir()
-        assert found.resolve() == large.PLUGIN.resolve()
-        assert found.suffix == ".so"
+        assert sorted(found.name for found in folder.iterdir()) == ["always.so", "criu_memory.so"]
+        assert (folder / "always.so").readlink() == Path("/usr/lib/gpucr/always.so")
+        assert (folder / "criu_memory.so").readlink() == large.PLUGIN
         (folder / "other.so").touch()
 
 
