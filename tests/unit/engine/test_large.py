@@ -74,9 +74,9 @@ def test_criu_loads_the_plugin_and_those_that_it_always_has(tmp_path):
     (tmp_path / "libdir/always.so").symlink_to("/usr/lib/gpucr/always.so")
     for _ in range(2):
         folder = large.plugin_folder(tmp_path)
-        assert sorted(found.name for found in folder.iterdir()) == ["always.so", "criu_memory.so"]
+        assert sorted(found.name for found in folder.iterdir()) == ["always.so", "plugin.so"]
         assert (folder / "always.so").readlink() == Path("/usr/lib/gpucr/always.so")
-        assert (folder / "criu_memory.so").readlink() == large.PLUGIN
+        assert (folder / "plugin.so").readlink() == large.PLUGIN
         (folder / "other.so").touch()
 
 
