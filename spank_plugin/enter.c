@@ -73,6 +73,8 @@ int enter_main(int argc, char **argv)
 		say("usage: gpucr-init enter --init-pid N (--plain | --uid U --gid G [--groups A,B]) -- COMMAND...");
 		return 125;
 	}
+	if (!who.ngroups) /* never those of the agent */
+		who.groups[who.ngroups++] = (gid_t)gid;
 	if (join(init_pid) < 0)
 		return 125;
 	signal(SIGTERM, pass_on);

@@ -110,7 +110,7 @@ FORGED = """
 
 
 def test_others_see_and_do_nothing(lab: Lab) -> None:
-    """bob can neither checkpoint nor list, show or verify alice's; a HELLO of his in her job's name gets nothing and
+    """bob can neither checkpoint nor list, show or verify alice's; a HELLO of his in her job's name is refused and
     changes nothing, also right after the agent came anew; root may."""
     alice, bob = bench(lab, "users-alice"), bench(lab, "users-bob", "bob")
     job = alice.submit(count("job"), name="job").says("line 2\n")
@@ -138,7 +138,7 @@ def test_others_see_and_do_nothing(lab: Lab) -> None:
             kill_agent(lab, node)
         thief = bob.submit(f"exec python3 {forged} {job.id} {mode}", "-w", node, name=f"thief{number}", protected=False)
         thief.end()
-        assert "answer b''" in thief.raw
+        assert f"is of job {thief.id}, not of job {job.id}" in thief.raw
         assert "shepherd Permission denied" in thief.raw
     lab.exec(node, ["pkill", "-CONT", "-x", "gpucr-task"])
     seen = len(job.out.splitlines())

@@ -211,14 +211,12 @@ def test_enter_and_exit_codes(up: Lab) -> None:
     base = [str(INIT), "enter", "--init-pid", str(up.init_pid)]
     assert 7 == subprocess.run([*base, "--plain", "--", "sh", "-c", "exit 7"]).returncode
     assert 128 + 9 == subprocess.run([*base, "--plain", "--", "sh", "-c", "kill -9 $$"]).returncode
-    who = subprocess.run(
-        [*base, "--uid", str(USER), "--gid", str(USER), "--", "cat", "/proc/self/status"],
-        capture_output=True,
-        text=True,
-    ).stdout
-    status = {k: v.split() for k, _, v in (line.partition(":") for line in who.splitlines())}
-    assert [str(USER), "0", "0", "0"] == status["Uid"] == status["Gid"]
-    assert [str(USER)] == status["Groups"]
+    for options, groups in (([], [str(USER)]), (["--groups", "7,65534"], ["7", "65534"])):
+        argv = [*base, "--uid", str(USER), "--gid", str(USER), *options, "--", "cat", "/proc/self/status"]
+        who = subprocess.run(argv, capture_output=True, text=True).stdout
+        status = {k: v.split() for k, _, v in (line.partition(":") for line in who.splitlines())}
+        assert [str(USER), "0", "0", "0"] == status["Uid"] == status["Gid"]
+        assert groups == status["Groups"]
 
 
 def test_hook_asks_and_obeys(lab: Lab) -> None:
