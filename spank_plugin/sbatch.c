@@ -98,7 +98,7 @@ void sbatch_scan(struct submission *s)
 	static char cmdline[CMDLINE_BYTES], script[SCRIPT_BYTES];
 	int fd = open(sbatch_cmdline, O_RDONLY | O_CLOEXEC);
 	bool found = false;
-	struct stat st;
+	struct stat st = { 0 };
 	off_t at;
 
 	memset(s, 0, sizeof(*s));

@@ -135,6 +135,25 @@ static void script_has_signal(void)
 	CHECK_STR(NULL, getenv("GPUCR_SIGNAL"));
 }
 
+/* sbatch <<END: the script comes through a pipe, and all of it is still there for sbatch. */
+static void script_in_a_pipe(void)
+{
+	static const char script[] = "#!/bin/bash\n#SBATCH --signal=B:USR1@30\n";
+	char left[sizeof(script)];
+	int ends[2], kept = dup(0);
+
+	CHECK(kept >= 0 && pipe(ends) == 0 && write(ends[1], script, sizeof(script) - 1) == sizeof(script) - 1);
+	CHECK(dup2(ends[0], 0) == 0);
+	submit("sbatch --checkpoint-on-preempt", "", 0);
+	CHECK(read(0, left, sizeof(left)) == sizeof(script) - 1 && !memcmp(left, script, sizeof(script) - 1));
+	dup2(kept, 0);
+	close(kept);
+	close(ends[0]);
+	close(ends[1]);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
+	CHECK_STR("append", getenv("SBATCH_OPEN_MODE"));
+}
+
 static void signal_behind_first_command(void)
 {
 	submit("sbatch --checkpoint-on-preempt SCRIPT", "#!/bin/bash\necho x\n#SBATCH --signal=USR1\n", 0);
@@ -214,7 +233,7 @@ static void values_are_checked(void)
 int test_submission(void)
 {
 	static void (*const tests[])(void) = {
-		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal,
+		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal, script_in_a_pipe,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, cookie_is_of_this_submission, restore_without_protection_is_refused,
 	};
