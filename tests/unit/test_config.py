@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -69,3 +70,10 @@ def test_example_shows_every_default(pytestconfig):
     assert Config() == config.parse(table, "example")
     for name, section in vars(Config()).items():
         assert set(vars(section)) == set(table[name]), name
+
+
+def test_a_file_that_is_no_utf8_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gpucr.toml"
+    path.write_bytes(b"[store]\nroot = '/caf\xe9'\n")
+    with pytest.raises(ConfigError, match="gpucr"):
+        config.load(path)
