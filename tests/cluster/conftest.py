@@ -20,6 +20,9 @@ from gpucr_hpc.lab import measure_image, plugin
 from gpucr_hpc.lab.cluster import Lab
 from gpucr_hpc.lab.recipe import LAYERS
 
+# So that an assertion in what the tests share says what the two sides were, as one in a test does.
+pytest.register_assert_rewrite("jobs", "faultcases", "trial_tree", "capture_trial", "fill_trial")
+
 _START_NODES = 4
 _ALARM = re.compile(r"traceback|panic|please report", re.IGNORECASE)
 
