@@ -18,7 +18,7 @@
 enum { VERSION = 2 };  // of what is below; native.py refuses another one
 enum kind { ZERO, RAW, LZ4 };
 enum { PAGE_BYTES = 4096, WORDS = PAGE_BYTES / 8, MIN_PAGES = 32, MAX_PAGES = 256, MEAN_PAGES = 97 };
-enum { SAMPLE_BYTES = 16 << 10, SAMPLES = 4 };
+enum { SAMPLE_BYTES = 16 << 10, SAMPLED_BYTES = 256 << 10 };  // one for each so many, two at least
 enum { NONCE_BYTES = 12, TAG_BYTES = 16, MAX_NAME_BYTES = 128 };
 enum failure { SHORT = -1, FORGED = -2, NOT_EXPANDED = -3, BROKEN = -4 };
 
@@ -157,13 +157,14 @@ static int squeeze(const struct chunk *c, char *room, size_t capacity, char *joi
 	size_t limit = ((size_t)c->size * 7 - 1) / 8;
 	if (c->size < 2 || limit > capacity || SAMPLE_BYTES > capacity)
 		return 0;
-	if (c->size >= 2 * SAMPLES * SAMPLE_BYTES) {
-		size_t step = (c->size - SAMPLE_BYTES) / (SAMPLES - 1), sum = 0;
-		for (int i = 0; i < SAMPLES; i++) {
+	if (c->size >= 8 * SAMPLE_BYTES) {
+		size_t samples = c->size > SAMPLED_BYTES ? (c->size + SAMPLED_BYTES - 1) / SAMPLED_BYTES : 2;
+		size_t step = (c->size - SAMPLE_BYTES) / (samples - 1), sum = 0;
+		for (size_t i = 0; i < samples; i++) {
 			int got = LZ4_compress_fast(whole(c, i * step, SAMPLE_BYTES, joint), room, SAMPLE_BYTES, SAMPLE_BYTES, 1);
 			sum += got ? got : SAMPLE_BYTES;
 		}
-		if (sum * 8 >= (size_t)SAMPLES * SAMPLE_BYTES * 7)
+		if (sum * 8 >= samples * SAMPLE_BYTES * 7)
 			return 0;
 	}
 	return LZ4_compress_fast(whole(c, 0, c->size, joint), room, c->size, limit, 1);

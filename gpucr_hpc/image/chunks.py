@@ -23,8 +23,10 @@ CHUNK_BYTES = 1 << 20
 TAG_BYTES = 16
 #: Length of an image key.
 KEY_BYTES = 32
-#: LZ4 is tried on this much at each of four places of a chunk first: incompressible data costs a part of a try.
+#: LZ4 is tried on this much for each quarter of a MiB of a chunk first, at two places at least: incompressible data
+#: costs a part of a try.
 SAMPLE_BYTES = 16 << 10
+_SAMPLED_BYTES = 256 << 10
 #: Images per checkpoint and packs per image fit the nonce; the last pack number means the index.
 MAX_IMAGES = 1 << 16
 INDEX_PACK = (1 << 16) - 1
@@ -82,9 +84,10 @@ def squeeze(plain: Buffer, at: int, size: int, room: Buffer) -> int:
     A few samples decide whether it is tried at all.
     """
     if size >= 8 * SAMPLE_BYTES:
-        step = (size - SAMPLE_BYTES) // 3
-        sizes = [compress(plain, at + number * step, SAMPLE_BYTES, room, SAMPLE_BYTES) for number in range(4)]
-        if sum(found or SAMPLE_BYTES for found in sizes) * 8 >= 4 * SAMPLE_BYTES * 7:
+        count = max(2, -(-size // _SAMPLED_BYTES))
+        step = (size - SAMPLE_BYTES) // (count - 1)
+        sizes = [compress(plain, at + number * step, SAMPLE_BYTES, room, SAMPLE_BYTES) for number in range(count)]
+        if sum(found or SAMPLE_BYTES for found in sizes) * 8 >= count * SAMPLE_BYTES * 7:
             return 0
     return compress(plain, at, size, room, (size * 7 - 1) // 8) if size > 1 else 0
 

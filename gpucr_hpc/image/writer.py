@@ -1,7 +1,7 @@
 """Streams of one capsule into packs, sealed, on several cores.
 
 Who calls: the engine, one thread per pipe (StreamWriter.copy_fd), then finish. A stream is cut into parts of a
-mebibyte, threads cut them into chunks, seal and write these (streams, crew, parts, packs). Reading never waits for
+few mebibytes, threads cut them into chunks, seal and write these (streams, crew, parts, packs). Reading never waits for
 another stream's data: only the number of parts in flight is limited. So memory is a part or two per open stream and a
 few per thread, and per MiB of plain data 52 bytes of the index and some 250 of what is remembered of it.
 """
@@ -35,8 +35,8 @@ _MAX_PART_CHUNKS = 4
 
 def _part_bytes(threads: int) -> int:
     """Memory that a thread takes at a time: the more threads, the more, since each step of a part gives Python's lock
-    away and waits for all others to get it back; few have what they took in their caches still."""
-    return CHUNK_BYTES * max(1, min(_MAX_PART_CHUNKS, threads // 2))
+    away and waits for all others to get it back. With one or two threads, too, 2 MiB cost less than 1 or 4."""
+    return CHUNK_BYTES * max(2, min(_MAX_PART_CHUNKS, threads // 2))
 
 
 class ImageWriter:
