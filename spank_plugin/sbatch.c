@@ -2,7 +2,8 @@
 /*
  * sbatch reads options in the order script, environment, command line. Our SBATCH_SIGNAL and SBATCH_OPEN_MODE would
  * override the script's own lines, so these are looked for here. The script is the first argument that is a regular
- * file and begins with "#!" (the values of options such as -p high are arguments too, but no such files).
+ * file and begins with "#!". The values of options such as -p high are arguments too, but no such files, unless a user
+ * calls job or output as the script: sbatch -J run.sh run.sh.
  */
 #define _GNU_SOURCE
 #include "options.h"
@@ -38,6 +39,19 @@ static bool is_option(const char *word, const char *name, size_t shortest)
 		return false;
 	n = strcspn(word + 2, "=");
 	return n >= shortest && n <= strlen(name) && !strncmp(word + 2, name, n);
+}
+
+/* Whether the next word is the value of this one, which could be a script's name. */
+static bool takes_name(const char *word)
+{
+	static const char *const names[] = { "job-name", "comment", "output", "error", "input" };
+
+	if (word[0] == '-' && word[1] != '-')
+		return word[1] && !word[2] && strchr("Jeio", word[1]);
+	for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+		if (is_option(word, names[i], 3) && !strchr(word, '='))
+			return true;
+	return false;
 }
 
 static void scan_line(struct submission *s, char *line)
@@ -97,7 +111,7 @@ void sbatch_scan(struct submission *s)
 {
 	static char cmdline[CMDLINE_BYTES], script[SCRIPT_BYTES];
 	int fd = open(sbatch_cmdline, O_RDONLY | O_CLOEXEC);
-	bool found = false;
+	bool found = false, is_value = false;
 	struct stat st = { 0 };
 	off_t at;
 
@@ -108,11 +122,16 @@ void sbatch_scan(struct submission *s)
 	close(fd);
 	for (char *p = cmdline + strlen(cmdline) + 1; p < cmdline + n; p += strlen(p) + 1) {
 		if (*p != '-') {
+			if (is_value) {
+				is_value = false;
+				continue;
+			}
 			/* What follows the script are its own arguments. */
 			if ((found = open_script(p, script)))
 				break;
 			continue;
 		}
+		is_value = takes_name(p);
 		s->on |= is_option(p, OPTION_ON, 15) || is_option(p, OPTION_TIMEOUT, 15) || is_option(p, OPTION_RESTORE, 4);
 		s->off |= is_option(p, OPTION_OFF, 4);
 		s->cli_signal |= is_option(p, "signal", 2);

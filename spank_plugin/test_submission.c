@@ -126,6 +126,22 @@ static void flag_behind_script_is_its_own(void)
 	CHECK_STR(NULL, getenv("SBATCH_SIGNAL"));
 }
 
+/* A job or its output that is called as its script. */
+static void script_as_a_value(void)
+{
+	static const char *const given[] = {
+		"sbatch -J SCRIPT --checkpoint-on-preempt SCRIPT",
+		"sbatch --job-name SCRIPT -o SCRIPT --checkpoint-on-preempt SCRIPT",
+	};
+
+	for (size_t i = 0; i < sizeof(given) / sizeof(*given); i++) {
+		submit(given[i], "#!/bin/sh\n", 0);
+		CHECK_STR("B:50@60", getenv("SBATCH_SIGNAL"));
+	}
+	submit("sbatch -H SCRIPT --checkpoint-on-preempt", "#!/bin/sh\n", 0);
+	CHECK_STR(NULL, getenv("SBATCH_SIGNAL")); /* -H has no value */
+}
+
 static void script_has_signal(void)
 {
 	submit("sbatch --checkpoint-on-preempt SCRIPT",
@@ -233,7 +249,7 @@ static void values_are_checked(void)
 int test_submission(void)
 {
 	static void (*const tests[])(void) = {
-		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal, script_in_a_pipe,
+		flag_on_command_line, options_that_mean_protection, flag_in_script, flag_behind_script_is_its_own, script_has_signal, script_as_a_value, script_in_a_pipe,
 		signal_behind_first_command, signal_on_command_line, users_variables_stay, no_checkpoint_wins,
 		values_are_checked, cookie_is_of_this_submission, restore_without_protection_is_refused,
 	};
