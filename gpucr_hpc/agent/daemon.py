@@ -95,7 +95,7 @@ class Agent:
                         await job.discard()
                     except (GpucrError, OSError) as error:
                         log.error("remains of a job", job=name, error=str(error))
-                    if job.idle and self.jobs.get(name) is job:
+                    if job.forgettable and self.jobs.get(name) is job:
                         del self.jobs[name]
 
     async def supervisor(self, channel: wire.Channel) -> None:
@@ -123,13 +123,15 @@ class Agent:
         if not job.idle and job.uid != supervisor.uid:
             log.warning("foreign supervisor refused", job=name, uid=supervisor.uid)
             return
+        job.connections += 1
         try:
             await supervision.hello(job, supervisor)
             while (frame := await channel.receive()) is not None and job.uid == supervisor.uid:
                 await supervision.frame(job, supervisor, frame)
         finally:
+            job.connections -= 1
             await asyncio.shield(supervision.gone(job, supervisor))
-            for key in [k for k, j in self.jobs.items() if j.idle]:
+            for key in [k for k, j in self.jobs.items() if j.forgettable]:
                 del self.jobs[key]
 
 

@@ -44,6 +44,7 @@ class ProtectedJob:
         self.phase = Phase.NEW
         self.capsule: Capsule | None = None
         self.supervisors: dict[str, Supervisor] = {}
+        self.connections = 0  # of supervisors, also of those that are not (yet, or any more) in `supervisors`
         self.uid = self.gid = -1
         self.groups: tuple[int, ...] = ()
         self.run = self.node_rank = 0
@@ -288,6 +289,11 @@ class ProtectedJob:
     def idle(self) -> bool:
         """Nothing of the job is on this node any more, and nothing is being made of it."""
         return self.capsule is None and not self.supervisors and self.restore is None and not self.turn.locked()
+
+    @property
+    def forgettable(self) -> bool:
+        """Idle, and no supervisor is being served that could make something of it."""
+        return self.idle and not self.connections
 
     def dump_progress(self) -> dict[str, Any] | None:
         """How far a checkpoint is that is under way on this node."""

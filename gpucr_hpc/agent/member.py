@@ -108,7 +108,7 @@ class MemberSession(Session):
         found = self._jobs.get(job)
         if found is not None and found.run <= run:
             await found.discard()
-            if found.idle:
+            if found.forgettable:
                 self._jobs.pop(job, None)
 
     # --- checkpoint -------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class MemberSession(Session):
             if self._job.node_rank == 1:  # the lead does it, too, but its node may be lost
                 self._job.spawn(slurm.forgive(self._job.job, self._job.excluded, self._job.run + 1))
             await self._job.leave("")
-            if self._job.idle and self._jobs.get(self._job.job) is self._job:
+            if self._job.forgettable and self._jobs.get(self._job.job) is self._job:
                 del self._jobs[self._job.job]
         else:
             await self._job.go_on(detached=False, message="")

@@ -93,6 +93,25 @@ def test_one_that_was_there_before_the_owners_job_came(agent: Agent) -> None:
     assert (found.uid, found.supervisors) == (1, {})
 
 
+def test_a_job_is_not_forgotten_while_a_supervisor_of_it_is_served(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its new run's HELLO waits for the remains of the last one, and meanwhile another connection ends."""
+
+    async def said_hello(_: object, supervisor: Any) -> None:
+        if supervisor.key == "batch":
+            await agent._serve(Connection(1), wire.make(wire.Type.HELLO, JOB="7", STEP="0"))  # type: ignore[arg-type]
+            assert "7" in agent.jobs
+
+    async def gone(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(daemon.supervision, "hello", said_hello)
+    monkeypatch.setattr(daemon.supervision, "gone", gone)
+    asyncio.run(agent._serve(Connection(1), hello()))  # type: ignore[arg-type]
+    assert agent.jobs == {}
+
+
 def test_frames_of_another_user_are_not_heard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """His connection outlived the change of the job's owner."""
     heard: list[wire.Frame] = []

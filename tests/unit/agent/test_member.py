@@ -33,7 +33,7 @@ def test_no_worker_stays_when_the_job_has_left(monkeypatch: pytest.MonkeyPatch, 
     async def has_left(*_: object) -> bool:
         return True
 
-    job: Any = SimpleNamespace(job="7", phase=Phase.REQUEUEING, leave=leave, node_rank=2, idle=True)
+    job: Any = SimpleNamespace(job="7", phase=Phase.REQUEUEING, leave=leave, node_rank=2, forgettable=True)
     jobs: dict[str, Any] = {"7": job}
     session = MemberSession(SimpleNamespace(node="n2"), jobs)  # type: ignore[arg-type]
     session._job, session._leave = job, True
