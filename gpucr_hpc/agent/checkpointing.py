@@ -30,9 +30,10 @@ from gpucr_hpc.errors import (
     CapsuleError,
     CheckpointGivenUp,
     CutNotPossible,
+    DumpFailed,
     GpucrError,
     MemoryUnreadable,
-    PeerLost,
+    RunOver,
 )
 from gpucr_hpc.image import manifest as manifest_file
 from gpucr_hpc.image.keys import DataKey
@@ -47,9 +48,9 @@ log = Log(__name__)
 
 _REQUEUED_BUDGET_S = 20.0  # Slurm's KillWait is 30 s by default; some of it is gone when we learn of it
 _SETTLE_LIMIT_S = 60.0
-_CUT_ATTEMPTS = 20
-_CUT_RESERVE_S = 2.0
-_LOST_RESERVE_S, _LOST_PAUSE_S = 5.0, 1.0
+_SHORT_ATTEMPTS, _DUMP_ATTEMPTS = 20, 3
+_RESERVE_S = 2.0
+_LAST_RESERVE_S, _LONGEST_PAUSE_S = 5.0, 5.0
 
 
 def budget_s(info: slurm.JobInfo | None, leave: bool, longest_s: float) -> float:
@@ -76,37 +77,59 @@ async def checkpoint(
     """Take the checkpoint and, with leave, move the job away. Raises after everything is undone.
 
     full: write everything, whatever earlier checkpoints have.
-    since: monotonic clock when the signal came that asked for it, for the report; None means now. A cut that
-    cannot be taken at this moment (a step just starts, a PMI request is open) is tried again a few times; so is one
-    that Slurm waits for (info given) and in which another node's agent was lost, as long as there is time, and one in
-    which memory could not be read beside CRIU: by CRIU alone then.
+    since: monotonic clock when the signal came that asked for it, for the report; None means now. What may be
+    otherwise in a moment is tried again, see `pause_s`.
     """
     ordered = time.monotonic() if since is None else since
     limit_s = budget_s(info, leave, job.context.config.engine.dump_timeout_s)
     budget = Budget(job.job, limit_s, started=ordered)
+    told: set[type[GpucrError]] = set()
     for attempt in itertools.count(1):
+        began = time.monotonic()
         try:
-            return await _Checkpoint(job, reason, leave, hold, info, budget, full).take()
-        except CutNotPossible as error:
-            if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
+            return await _Checkpoint(job, reason, leave, hold, info, budget, full, told).take()
+        except GpucrError as error:
+            last = leave and info is not None
+            pause = pause_s(error, attempt, time.monotonic() - began, budget.left(), last=last)
+            if pause is None:
                 raise
-            log.info("cut not possible now", job=job.job, attempt=attempt, reason=str(error))
-            await asyncio.sleep(random.uniform(0.05, 0.3))  # noqa: S311 - spreads tries, hides nothing
-        except MemoryUnreadable as error:
-            if attempt == _CUT_ATTEMPTS or budget.left() < _CUT_RESERVE_S:
-                raise
-            log.warning("again by CRIU alone", job=job.job, attempt=attempt, reason=str(error))
-        except PeerLost as error:
-            # Slurm takes the job away in any case: another node's agent that died is started anew meanwhile.
-            if info is None or budget.left() < _LOST_RESERVE_S:
-                raise
-            log.info("an agent is lost, it is tried again", job=job.job, reason=str(error))
-            await asyncio.sleep(_LOST_PAUSE_S)
+            failure = error
+            told.add(type(error))
+            log.info("it is tried again", job=job.job, attempt=attempt, pause_s=pause, reason=str(error))
+        await asyncio.sleep(pause)
+        if leave:
+            await job.stop_sealing()  # a periodic one may have begun meanwhile
+        if job.capsule is None or not job.capsule.alive():
+            raise failure
     raise AssertionError("unreachable")
 
 
+def pause_s(error: GpucrError, attempt: int, took_s: float, left_s: float, *, last: bool) -> float | None:
+    """Seconds until the next try after one that took so long and failed, None when there shall be none.
+
+    A cut that cannot be taken at this moment (a step just starts, a PMI request is open) and memory that could not be
+    read beside CRIU (by CRIU alone then) are tried again a few times; so is a dump, seldom: a connection was just
+    being made. last: Slurm takes the job away in any case, and what is not saved is lost. So whatever stands against
+    it now is tried again as long as there is time: the job may let go of it, an agent that died is started anew.
+    """
+    if isinstance(error, Busy | RunOver):
+        return None
+    pause: float | None = None
+    enough = left_s > _RESERVE_S + 2 * took_s
+    if isinstance(error, CutNotPossible | MemoryUnreadable) and attempt < _SHORT_ATTEMPTS and enough:
+        pause = random.uniform(0.05, 0.3)  # noqa: S311 - spreads tries, hides nothing
+    elif isinstance(error, DumpFailed) and attempt < _DUMP_ATTEMPTS and enough:
+        pause = random.uniform(0.2, 0.5)  # noqa: S311
+    elif last:
+        # Longer and longer, and at least as long as the job stood still: it has to run to let go.
+        pause = min(max(_LONGEST_PAUSE_S, took_s), max(1.0, took_s) * 1.5 ** min(attempt - 1, 10))
+        if left_s < _LAST_RESERVE_S + pause + 1.5 * took_s:
+            pause = None
+    return pause
+
+
 class _Checkpoint:
-    """One attempt."""
+    """One attempt. told: kinds of failures that the user has read of."""
 
     def __init__(
         self,
@@ -117,7 +140,9 @@ class _Checkpoint:
         info: slurm.JobInfo | None,
         budget: Budget,
         full: bool,
+        told: set[type[GpucrError]],
     ) -> None:
+        self._told = told
         self._job, self._reason, self._leave, self._hold, self._full = job, reason, leave, hold, full
         self._info, self._budget = info, budget
         self._id = new_checkpoint_id()
@@ -254,7 +279,7 @@ class _Checkpoint:
             await self._prune()
         except BaseException as error:
             job.timeouts -= self._counts
-            quiet = isinstance(error, CutNotPossible | CheckpointGivenUp)
+            quiet = isinstance(error, CutNotPossible | CheckpointGivenUp) or type(error) in self._told
             message = "" if quiet else f"checkpoint not possible, the job runs on: {error}"
             await job.go_on(detached=self._local.detached, message=message)
             raise

@@ -108,6 +108,23 @@ def cost(work: Callable[[], object]) -> float:
     return min(found)
 
 
+class _Memory:
+    """Parts of a stream that threads fetch, as they do memory of a process; no chunk is equal to an earlier one,
+    wherever the cuts are."""
+
+    def __init__(self, content: Buffer, number: int) -> None:
+        self._content, self._number = content, number
+
+    def empty_into(self, room: memoryview) -> None:
+        for at in range(0, len(room), self._content.size):
+            room[at : at + self._content.size] = self._content.view
+        words = room.cast("Q")[8 :: (32 << 10) // 8]
+        words[:] = memoryview(array("Q", range(self._number * len(words), (self._number + 1) * len(words))))
+
+    def done(self, *, empty: bool) -> None:
+        """Nothing to give back."""
+
+
 def path(content: Buffer, threads: int) -> tuple[float, float]:
     """The writer itself, a store that takes no time behind it: GB/s, and CPU seconds for each MiB, of one round."""
     image = ImageWriter(
@@ -119,11 +136,9 @@ def path(content: Buffer, threads: int) -> tuple[float, float]:
     )
     start, used = time.perf_counter(), time.process_time()
     with image.stream("pages-1.img", pages=True) as stream:
-        words = content.view.cast("Q")[8 :: (32 << 10) // 8]
-        for number in range(_PATH_CHUNKS):
-            # No chunk may be equal to an earlier one, wherever the cuts are.
-            words[:] = memoryview(array("Q", range(number * len(words), (number + 1) * len(words))))
-            stream.write(content.view)
+        size = stream._part_bytes
+        for number in range(_PATH_CHUNKS * CHUNK_BYTES // size):
+            stream._submit(size, _Memory(content, number))
     image._crew.end()
     took, used = time.perf_counter() - start, time.process_time() - used
     image.abort()

@@ -9,7 +9,7 @@ import os
 
 import pytest
 from case_programs import WHOLE
-from jobs import Bench, bench, each
+from jobs import Bench, bench, each, take
 from refused_programs import REFUSED
 
 from gpucr_hpc.lab import conf
@@ -65,6 +65,43 @@ def test_refused_before_anything_is_touched(lab: Lab, name: str) -> None:
     job.says("let go\n").move()
     (on.directory / "go").touch()
     assert job.end().out == "ready\nlet go\nok\n"
+
+
+# A client waits for a server that does not accept it: CRIU cannot save that, and no preflight sees it.
+_NOT_ACCEPTED = """
+import os, socket, time
+def wait(name):
+    while not os.path.exists(name):
+        time.sleep(0.05)
+server = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(server.getsockname())
+print("ready", flush=True)
+wait("gone")
+accepted = server.accept()[0]
+client.sendall(b"hello")
+print("let go", flush=True)
+wait("go")
+assert accepted.recv(5, socket.MSG_WAITALL) == b"hello"
+print("ok")
+"""
+LETS_GO = {"refused": REFUSED["io-uring"][:2], "not dumped": ("python", _NOT_ACCEPTED)}
+
+
+@pytest.mark.parametrize("name", LETS_GO)
+def test_what_the_job_lets_go_of_in_the_grace_time(lab: Lab, name: str) -> None:
+    """Slurm tells a preemption once, and ends what is not saved: it is tried again. The user reads of it once."""
+    on = bench(lab, f"cases-{name.split()[0]}-in-grace-time")
+    job = on.submit(f"exec {command(on, 'program', *LETS_GO[name])} x", name="job").says("ready\n")
+    high = take(lab, job.node)
+    try:
+        job.says("gpucr: checkpoint not possible, the job runs on: ")
+        (on.directory / "gone").touch()
+        job.says("let go\n").back(1)
+        (on.directory / "go").touch()
+        assert job.end().out == "ready\nlet go\nok\n"
+        assert job.raw.count("checkpoint not possible") == 1
+    finally:
+        lab.exec("ctl", ["scancel", str(high)])
 
 
 _TERMINALS = """

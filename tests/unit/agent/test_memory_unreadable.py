@@ -18,7 +18,7 @@ UNREADABLE = MemoryUnreadable(reason="Input/output error at 0x1000")
 
 def job_for(limit_s: float = 60.0) -> Any:
     config = SimpleNamespace(cuda=CudaConfig(), engine=EngineConfig(dump_timeout_s=limit_s))
-    capsule = SimpleNamespace(job="7", node_rank=0, init_pid=1)
+    capsule = SimpleNamespace(job="7", node_rank=0, init_pid=1, alive=lambda: True)
     return SimpleNamespace(job="7", capsule=capsule, beside=True, run_dir=None, context=SimpleNamespace(config=config))
 
 
