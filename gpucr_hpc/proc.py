@@ -31,9 +31,7 @@ class Result:
         """Return self, or raise ToolFailed when the status is not 0."""
         if self.status != 0:
             text = (self.stderr.strip() or self.stdout.strip())[-_TAIL_CHARS:]
-            raise ToolFailed(
-                argv0=" ".join(self.argv[:3]), status=self.status, duration_s=self.duration_s, stderr=text
-            )
+            raise ToolFailed(argv0=" ".join(self.argv[:3]), status=self.status, duration_s=self.duration_s, stderr=text)
         return self
 
 

@@ -89,9 +89,7 @@ class Catalog:
         good = [e.manifest for e in entries if e.manifest is not None]
         problems += [f"checkpoint {m.checkpoint} was made by another release" for m in good if "ranks" not in m.meta]
         good = [m for m in good if "ranks" in m.meta]
-        problems += [
-            f"checkpoint {m.checkpoint} belongs to uid {m.uid}, not {uid}" for m in good if m.uid != uid
-        ]
+        problems += [f"checkpoint {m.checkpoint} belongs to uid {m.uid}, not {uid}" for m in good if m.uid != uid]
         if latest.get("checkpoint") and latest["checkpoint"] not in {e.checkpoint for e in entries}:
             problems.append(str(CheckpointMissing(checkpoint=latest["checkpoint"], path=f"{self._root}/{job}")))
         return [m for m in reversed(good) if m.uid == uid], problems
@@ -145,9 +143,7 @@ class Catalog:
         """Write a durable note unless there is one of that name; whether it was written."""
         return bool(await self._worker.call("record", job=job, name=name, data=json.dumps(value), new=True))
 
-    async def first_run(
-        self, job: str, after: str, excluded: str, outputs: Sequence[dict[str, Any]] = ()
-    ) -> None:
+    async def first_run(self, job: str, after: str, excluded: str, outputs: Sequence[dict[str, Any]] = ()) -> None:
         """Remember when a job ran first: only checkpoints with an id from `after` on are its own. And the nodes
         that its user excluded, and of a job that began with another's checkpoint its output files of then."""
         await self.note(job, _ORIGIN, {"after": after, "excluded": excluded, "outputs": list(outputs)})

@@ -31,9 +31,7 @@ _REQUEST_LIMIT_S = 10.0
 class Control:
     """Serves the control socket."""
 
-    def __init__(
-        self, context: Context, jobs: dict[str, ProtectedJob], operators: set[int], orders: Orders
-    ) -> None:
+    def __init__(self, context: Context, jobs: dict[str, ProtectedJob], operators: set[int], orders: Orders) -> None:
         self._context, self._jobs, self._operators, self._orders = context, jobs, operators, orders
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

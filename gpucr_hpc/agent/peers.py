@@ -54,9 +54,7 @@ def certificate(key: SigningKey) -> tuple[bytes, bytes]:
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(_NAME)]), critical=False)
         .sign(private, None)
     )
-    return built.public_bytes(Encoding.PEM), private.private_bytes(
-        Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-    )
+    return built.public_bytes(Encoding.PEM), private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def tls_context(key: SigningKey, *, server: bool) -> ssl.SSLContext:

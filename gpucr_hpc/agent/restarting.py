@@ -316,4 +316,3 @@ async def give_up(job: ProtectedJob, supervisor: Supervisor, reason: str) -> Non
             log.warning("the job cannot be held yet", job=job.job, error=str(error))
         await asyncio.sleep(_PAUSE_S)
     await supervisor.refuse(message, HELD_EXIT_CODE)
-

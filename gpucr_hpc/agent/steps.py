@@ -428,4 +428,3 @@ def _read_status(path: Path) -> int:
             return int(file.read(32)) if stat.S_ISREG(os.fstat(descriptor).st_mode) else _FAILED
     except (OSError, ValueError):
         return _FAILED  # the wrapper was killed before it could tell
-

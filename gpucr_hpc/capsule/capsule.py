@@ -54,9 +54,7 @@ class Capsule:
 
     def shepherd(self) -> int | None:
         """Pid of the shepherd inside the namespace."""
-        return next(
-            (p.nspid for p in namespace_processes(self.init_pid) if p.name == "gpucr-shepherd"), None
-        )
+        return next((p.nspid for p in namespace_processes(self.init_pid) if p.name == "gpucr-shepherd"), None)
 
     async def kill(self) -> None:
         """End every process of the capsule (the kernel does it when PID 1 dies) and wait until they are gone."""
@@ -207,9 +205,7 @@ async def build(
         argv += ["--bind", f"{source}:{target}"]
     capsule = None
     try:
-        starter = await run_async(
-            argv, timeout_s=_BUILD_LIMIT_S, env=clean_env(), pass_fds=(netns, theirs.fileno())
-        )
+        starter = await run_async(argv, timeout_s=_BUILD_LIMIT_S, env=clean_env(), pass_fds=(netns, theirs.fileno()))
         theirs.close()
         ours.setblocking(False)
         control = await wire.channel_from(ours)

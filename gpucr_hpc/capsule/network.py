@@ -167,9 +167,7 @@ def tunnel_id(config: NetworkConfig, job: str) -> int:
     return (config.vni_base + int(job)) % (1 << 24)
 
 
-def _add_tunnel(
-    job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, host: Any, inside: Any
-) -> int:
+def _add_tunnel(job: str, node_rank: int, geometry: Geometry, config: NetworkConfig, host: Any, inside: Any) -> int:
     """Make the VXLAN device on the host, whose socket then stays there, and move it into the namespace."""
     name = f"gpucrx{job}"[:15]
     local = geometry.addresses[node_rank]

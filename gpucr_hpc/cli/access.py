@@ -49,9 +49,7 @@ class Keys:
 def site_keys(config: Config) -> Keys:
     """The keys of this node; root's. Raises KeyFileError."""
     signing = load_signing_key(config.keys.signing)
-    return Keys(
-        load_trusted(config.keys.trusted, signing), load_site_keys(config.keys.site, config.keys.others)
-    )
+    return Keys(load_trusted(config.keys.trusted, signing), load_site_keys(config.keys.site, config.keys.others))
 
 
 def recipient_keys(config: Config, key: str, passphrase: str | None, signer: Path | None) -> Keys:
@@ -60,9 +58,7 @@ def recipient_keys(config: Config, key: str, passphrase: str | None, signer: Pat
     word = None if passphrase is None else secret(passphrase).rstrip(b"\n")
     opener = Opener(secret(key), key, word)
     trusted = (
-        [load_public_key(signer)]
-        if signer is not None
-        else load_public_keys(config.keys.trusted, config.keys.signing)
+        [load_public_key(signer)] if signer is not None else load_public_keys(config.keys.trusted, config.keys.signing)
     )
     return Keys(trusted, (), opener)
 

@@ -18,9 +18,7 @@ def checkpoint(
     requeue: Annotated[
         bool, typer.Option("--requeue", help="Requeue the job after the commit; it leaves its nodes.")
     ] = False,
-    stop: Annotated[
-        bool, typer.Option("--stop", help="As --requeue, and hold it until `scontrol release`.")
-    ] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="As --requeue, and hold it until `scontrol release`.")] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Write everything, also what an earlier checkpoint of the job has.")
     ] = False,

@@ -35,6 +35,4 @@ def list_checkpoints(
         )
         for c in answer["checkpoints"]
     ]
-    output.table(
-        ("JOB", "CHECKPOINT", "STATE", "REASON", "NODES", "SIZE", "STORED"), rows, header=not no_header
-    )
+    output.table(("JOB", "CHECKPOINT", "STATE", "REASON", "NODES", "SIZE", "STORED"), rows, header=not no_header)

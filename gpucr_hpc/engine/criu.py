@@ -127,11 +127,7 @@ def restore_argv(config: EngineConfig, images: Path, work: Path) -> list[str]:
 
 def explain(log_text: str) -> str:
     """One sentence for a log or error output: what it means, then CRIU's own last error."""
-    errors = [
-        line
-        for line in log_text.splitlines()
-        if "Error" in line and not any(noise in line for noise in _NOISE)
-    ]
+    errors = [line for line in log_text.splitlines() if "Error" in line and not any(noise in line for noise in _NOISE)]
     if not errors:
         tail = log_text.strip().splitlines()
         return tail[-1].strip() if tail else "CRIU ended without a word"

@@ -153,9 +153,7 @@ class Worker:
         self._capture.start()
         return problem
 
-    def _base(
-        self, staging: Staging, job: str, own: DataKey, checkpoint: str, entry: dict[str, Any], key: str
-    ) -> Base:
+    def _base(self, staging: Staging, job: str, own: DataKey, checkpoint: str, entry: dict[str, Any], key: str) -> Base:
         if not own.same_ids(DataKey.from_hex(key)):
             raise UsageError(reason=f"checkpoint {checkpoint} was sealed under another site key")
         with self._open_image(job, checkpoint, entry, key) as earlier:

@@ -33,6 +33,7 @@ _vmsplice.restype = ctypes.c_ssize_t
 class _Range(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
+
 T = TypeVar("T")
 
 _LITTLE_BYTES = 16 << 10

@@ -77,9 +77,7 @@ class ImageReader:
         except BaseException:
             self._close_files()
             raise
-        self._opener = Opener(
-            self._origins, self.ids, version=entry.format, checkpoint=checkpoint, rank=self._rank
-        )
+        self._opener = Opener(self._origins, self.ids, version=entry.format, checkpoint=checkpoint, rank=self._rank)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"image-{self._rank}")
 
     def __enter__(self) -> ImageReader:
@@ -217,9 +215,7 @@ class ImageReader:
         linked = [{part.number: part.size_bytes for part in source.packs} for source in entry.sources]
         tags = layout.check_geometry(streams, sizes, linked, entry.index.name)
         for number, part in enumerate(entry.packs):
-            head = layout.header(
-                layout.PACK_MAGIC, self.checkpoint, self._rank, number, self._salt, entry.format
-            )
+            head = layout.header(layout.PACK_MAGIC, self.checkpoint, self._rank, number, self._salt, entry.format)
             self._check_head(self._origins[0][1][number], head)
             if layout.pack_digest(head, tags[number]) != part.sha256:
                 raise IntegrityError(path=part.name, reason="is not the pack that the index describes")
@@ -239,9 +235,7 @@ class ImageReader:
         if buffer is not ZEROS:
             self._buffers.give(buffer)
 
-    def _pieces(
-        self, stream: layout.Stream, without: Container[int] = ()
-    ) -> Iterator[tuple[int, memoryview, Buffer]]:
+    def _pieces(self, stream: layout.Stream, without: Container[int] = ()) -> Iterator[tuple[int, memoryview, Buffer]]:
         """Plain bytes chunk by chunk, in order: their place in the stream, and they at the beginning of a buffer that
         the caller gives back."""
         waiting: deque[tuple[int, Future[_Piece]]] = deque()

@@ -241,9 +241,7 @@ def _agree(key: ec.EllipticCurvePublicKey | X25519PublicKey) -> tuple[bytes, byt
         fresh = X25519PrivateKey.generate()
         return fresh.public_key().public_bytes_raw(), fresh.exchange(key)
     pair = ec.generate_private_key(key.curve)
-    point = pair.public_key().public_bytes(
-        serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint
-    )
+    point = pair.public_key().public_bytes(serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint)
     return point, pair.exchange(ec.ECDH(), key)
 
 

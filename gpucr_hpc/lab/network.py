@@ -35,9 +35,7 @@ _ROUND_LIMIT_S = 5
 _SYSCTLS = Path("/proc/sys/net/ipv4")
 
 
-def measure(
-    lab: Lab, rounds: int, segment_bytes: int, congestion_control: str, size_bytes: int
-) -> dict[str, Any]:
+def measure(lab: Lab, rounds: int, segment_bytes: int, congestion_control: str, size_bytes: int) -> dict[str, Any]:
     """Throughput as a ratio inside / outside of the rounds' pairs, and the round trip's difference in microseconds."""
     home = lab.state / HOMES.lstrip("/") / "alice"
     shutil.copyfile(network_pair.__file__, home / "network_pair.py")

@@ -150,9 +150,7 @@ async def _checkpoint(nodes: int, connector: peers.Connector, signing: SigningKe
 
     async def leave() -> None: ...
 
-    await checkpoint(
-        parts, Budget(_JOB, _LIMIT_S), agree=lambda: None, publish=publish, leave=leave, timings=timings
-    )
+    await checkpoint(parts, Budget(_JOB, _LIMIT_S), agree=lambda: None, publish=publish, leave=leave, timings=timings)
     for part in parts:
         part.close()
     total_s, cpu_s = time.monotonic() - start, time.process_time() - cpu_s

@@ -74,8 +74,11 @@ def beside(yes: bool) -> Iterator[None]:
 def unreadable(extents: str) -> str:
     """Some memory cannot be read: the reader meets an error half-way."""
     line = "                try:\n"
-    broken = extents.replace(line, line + "                    if position >> 32 and next(_countdown) == 40:\n"
-                             "                        raise OSError(5, 'Input/output error')\n")
+    broken = extents.replace(
+        line,
+        line + "                    if position >> 32 and next(_countdown) == 40:\n"
+        "                        raise OSError(5, 'Input/output error')\n",
+    )
     assert broken != extents
     return broken + "\n\nimport itertools\n\n_countdown = itertools.count()\n"
 

@@ -78,9 +78,10 @@ def count(name: str, pause: float = 0.1, code: int = 3) -> str:
         text = text.replace("{" + key + "}", str(value))
     return text
 
+
 # Two ranks of a step on two nodes that send each other blocks and check every byte, until the file NAME.stop is there.
 # Each turn is a line of output and a line in a file of the rank that stays open. argv: NAME, host of rank 0.
-PAIR = r'''
+PAIR = r"""
 import os, socket, struct, sys, time
 
 name, host, rank = sys.argv[1], sys.argv[2], int(os.environ["SLURM_PROCID"])
@@ -129,7 +130,7 @@ while True:
     if rank == 0:
         time.sleep(0.1)
 print(f"rank {rank} good")
-'''
+"""
 
 
 def pair(name: str) -> str:

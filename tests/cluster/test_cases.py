@@ -303,7 +303,7 @@ def test_a_service_outside_is_reconnected(lab: Lab) -> None:
     client = f"""
         import os, socket, time
         def connect():
-            sock = socket.create_connection(("{conf.address('ctl')}", 7777), timeout=10)
+            sock = socket.create_connection(("{conf.address("ctl")}", 7777), timeout=10)
             assert sock.recv(100) == b"hello\\n"
             return sock
         sock = connect()

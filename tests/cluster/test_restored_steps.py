@@ -136,7 +136,7 @@ def test_names_of_the_site_are_found_in_the_capsule(lab: Lab) -> None:
     """The node's name server is asked through the job's network, before and after a move, also by a step."""
     at = bench(lab, "names")
     ask = "getent ahostsv4 db.example.org | head -1 | cut -d' ' -f1"
-    script = f"{ask}\nuntil [ -e go ]; do sleep 0.1; done\n{ask}\nsrun -n 2 -N 2 sh -c \"{ask}\"\n"
+    script = f'{ask}\nuntil [ -e go ]; do sleep 0.1; done\n{ask}\nsrun -n 2 -N 2 sh -c "{ask}"\n'
     with name_server(lab):
         job = at.submit(script, *TWO).says("192.0.2.7\n")
         job.move()

@@ -102,7 +102,7 @@ def test_output_and_input_byte_for_byte(lab: Lab) -> None:
     fast = "for i in $(seq 20000); do echo out $i; echo err $i >&2; [ $i != 400 ] || until [ -e go ]; do :; done; done"
     both = on.submit(fast, name="both")
     split = on.submit(fast, f"--error={on.inside}/split.err", name="split")
-    slow = "while read -r l; do echo \"got $l\"; [ \"$l\" != 'input 60' ] || until [ -e go ]; do :; done; done"
+    slow = 'while read -r l; do echo "got $l"; [ "$l" != \'input 60\' ] || until [ -e go ]; do :; done; done'
     reader = on.submit(slow, f"--input={on.inside}/input", name="in")
     partial = on.submit("printf 'no line end'; until [ -e go ]; do sleep 0.1; done; echo ' until now'", name="partial")
     binary = on.submit("head -c 3000000 /dev/zero | tr '\\0' 'x'; until [ -e go ]; do sleep 0.1; done", name="big")

@@ -52,9 +52,7 @@ class Chain:
     def read(self, number: int, **changes) -> ImageReader:
         entry, key = self.taken[IDS[number]]
         values = {"entry": entry, "key": key, "checkpoint": IDS[number], **changes}
-        return ImageReader(
-            lambda name: self.store.open(JOB, IDS[number], name), values.pop("entry"), **values
-        )
+        return ImageReader(lambda name: self.store.open(JOB, IDS[number], name), values.pop("entry"), **values)
 
     def content(self, number: int, **changes) -> dict[str, bytes]:
         with self.read(number, **changes) as reader:

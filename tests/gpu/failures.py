@@ -167,10 +167,18 @@ async def failures(place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     await job.start(train("--log train.log --steps 4000 --gib 0.5 --width 512 --pause 0.02"), environment())
     await job.advances(limit_s=90)
     tries: list[tuple[str, Callable[[], Awaitable[str]]]] = [
-        *((f"fault point {p!r}", lambda p=p: _at_point(job, p)) for p in (
-            "after prepare", "after gpu_lock", "after lock", "gpu checkpointed", "criu started", "frozen",
-            "after capture",
-        )),
+        *(
+            (f"fault point {p!r}", lambda p=p: _at_point(job, p))
+            for p in (
+                "after prepare",
+                "after gpu_lock",
+                "after lock",
+                "gpu checkpointed",
+                "criu started",
+                "frozen",
+                "after capture",
+            )
+        ),
         ("CRIU does not start", lambda: _no_criu(job)),
         ("driver worker killed at once", lambda: _driver_worker_dies(job, 0.0)),
         ("driver worker killed in the copy", lambda: _driver_worker_dies(job, 0.4)),

@@ -257,9 +257,22 @@ class Job:
 def _requeued(job: str) -> slurm.JobInfo:
     """What Slurm would say of a job that it has requeued itself, so that the agent need not."""
     return slurm.JobInfo(
-        job=job, uid=USER, states=frozenset({"PENDING", "COMPLETING"}), nodes=NODE, node_count=1, batch_host=NODE,
-        partition="", restarts=1, preempt_time=0, end_time=0, excluded_nodes="", required_nodes="", cpus=1,
-        tasks=1, is_het=False, requeueable=True,
+        job=job,
+        uid=USER,
+        states=frozenset({"PENDING", "COMPLETING"}),
+        nodes=NODE,
+        node_count=1,
+        batch_host=NODE,
+        partition="",
+        restarts=1,
+        preempt_time=0,
+        end_time=0,
+        excluded_nodes="",
+        required_nodes="",
+        cpus=1,
+        tasks=1,
+        is_het=False,
+        requeueable=True,
     )
 
 

@@ -40,7 +40,10 @@ async def floor(job: Job) -> dict[str, float]:
     found: dict[str, float] = {"bytes": sum(p.bytes for p in gpus.processes)}
     try:
         for name, step in (
-            ("lock", gpus.lock), ("out", gpus.checkpoint), ("back", lambda: gpus.restore({})), ("unlock", gpus.go)
+            ("lock", gpus.lock),
+            ("out", gpus.checkpoint),
+            ("back", lambda: gpus.restore({})),
+            ("unlock", gpus.go),
         ):
             start = time.monotonic()
             await step()

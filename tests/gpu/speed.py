@@ -68,9 +68,7 @@ async def speed(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
     driver = CtypesDriver()
     driver.warm()
     program = _PROGRAM.replace("GIB", "2")
-    child = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdin is not None
     assert child.stdout is not None
     found: dict[str, Any] = {}

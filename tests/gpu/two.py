@@ -67,7 +67,9 @@ async def other_card(place: Place, args: argparse.Namespace) -> dict[str, Any]:
     (pid,) = job.pids()
     on = subprocess.run(
         ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_gpu_memory", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False,
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.splitlines()
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.splitlines()
     second = re.search(r"GPU-[0-9a-f-]+", listed[1])
@@ -97,9 +99,9 @@ def _signs(pid: int) -> dict[str, Any]:
         "devices": len([line for line in mapped if "/dev/nvidia" in line]),
         "fds": dict(kinds),
         "unix": [u[7] for u in unix if len(u) > 7 and u[6] in inodes][:6],
-        "threads": dict(Counter(
-            Path(f"/proc/{pid}/task/{t}/comm").read_text().strip() for t in os.listdir(f"/proc/{pid}/task")
-        )),
+        "threads": dict(
+            Counter(Path(f"/proc/{pid}/task/{t}/comm").read_text().strip() for t in os.listdir(f"/proc/{pid}/task"))
+        ),
         "cards": procfs.cards(pid),
     }
 
@@ -212,7 +214,11 @@ async def peer(_place: Place, _args: argparse.Namespace) -> dict[str, Any]:
         await asyncio.to_thread(child.stdout.readline)
         found["signs"] = _signs(child.pid)
         steps_of: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("lock", {"timeout_ms": 2000}), ("checkpoint", {}), ("restore", {"gpus": {}}), ("unlock", {}), ("state", {})
+            ("lock", {"timeout_ms": 2000}),
+            ("checkpoint", {}),
+            ("restore", {"gpus": {}}),
+            ("unlock", {}),
+            ("state", {}),
         )
         for name, fields in steps_of:
             try:

@@ -100,7 +100,9 @@ async def run(
     ends = asyncio.gather(*(child.wait() for child in children))
     pids = [child.pid for child in children]
     cutting = asyncio.ensure_future(
-        _cuts(folder, pids, outcome, seed, cut_limit_s, pause_s, ends, half_rebuilt) if kind is not None else asyncio.sleep(0)
+        _cuts(folder, pids, outcome, seed, cut_limit_s, pause_s, ends, half_rebuilt)
+        if kind is not None
+        else asyncio.sleep(0)
     )
     try:
         async with asyncio.timeout(limit_s):

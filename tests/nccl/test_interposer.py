@@ -72,7 +72,11 @@ def test_a_library_that_a_plugin_brings_is_caught(tmp_path: Path) -> None:
     code = f"import ctypes; v = ctypes.c_int(); l = ctypes.CDLL('{module}', os.RTLD_LOCAL | os.RTLD_NOW); "
     code = f"import os; {code} assert l.version(ctypes.byref(v)) == 0 and v.value > 0"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=rig.environment(tmp_path, "plain"), capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env=rig.environment(tmp_path, "plain"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (0, "") == (done.returncode, done.stderr)
 

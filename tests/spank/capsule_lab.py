@@ -264,7 +264,6 @@ def finish(task: subprocess.Popen[bytes], agent: Peer) -> tuple[int, bytes, byte
     return task.returncode, out or b"", err or b"", ended
 
 
-
 def finish_reading(task: subprocess.Popen[bytes], agent: Peer) -> tuple[int, bytes, bytes, Frame]:
     """Like finish(), for a task that writes more to stdout than a pipe holds."""
     parts: list[bytes] = []

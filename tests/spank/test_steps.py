@@ -108,7 +108,9 @@ def test_detaches_in_the_middle_of_streams(steps: StepLab) -> None:
 
 def test_signals_and_death_of_srun(steps: StepLab) -> None:
     """A signal to the proxy is told; when it is killed, srun shall be killed."""
-    script, batch = steps.script("srun x & q=$!; trap 'kill -TERM $!; wait $!; echo $?' USR1; srun y & wait; kill -9 $q; wait; echo end")
+    script, batch = steps.script(
+        "srun x & q=$!; trap 'kill -TERM $!; wait $!; echo $?' USR1; srun y & wait; kill -9 $q; wait; echo end"
+    )
     control = steps.take_control()
     keys = {f.get("ARG"): f.get("KEY") for f in (control.expect(Type.SRUN), control.expect(Type.SRUN))}
     script.send_signal(signal.SIGUSR1)
@@ -131,7 +133,13 @@ def test_held_until_placed(steps: StepLab) -> None:
     step.plan(1)
     _, agent, _ = step._supervisor(0, env={"PATH": "/usr/bin:/bin"})
     agent.send(
-        make(Type.START, SOCKET=steps.shepherd, TASK="s.0", STDIO=f"127.0.0.1:{step.srun.get('PORT')}", TOKEN=step.srun.get("TOKEN"))
+        make(
+            Type.START,
+            SOCKET=steps.shepherd,
+            TASK="s.0",
+            STDIO=f"127.0.0.1:{step.srun.get('PORT')}",
+            TOKEN=step.srun.get("TOKEN"),
+        )
     )
     place = agent.expect(Type.PLACE)
     pid = place.int("PID")

@@ -62,9 +62,7 @@ def read() -> Inventory:
     apps = _query("--query-compute-apps=pid,used_gpu_memory")
     gpus, driver = [], "0"
     for index, uuid, name, bus, total, used, mig, driver in cards:  # noqa: B007 - the last line's driver is everyone's
-        gpus.append(
-            Gpu(int(index), uuid, name, _minor(bus), _mib(total), _mib(used), mig.strip().lower() == "enabled")
-        )
+        gpus.append(Gpu(int(index), uuid, name, _minor(bus), _mib(total), _mib(used), mig.strip().lower() == "enabled"))
     sizes: dict[int, int] = {}
     for pid, size in apps:
         sizes[int(pid)] = sizes.get(int(pid), 0) + _mib(size)

@@ -113,9 +113,7 @@ class NodeGpus:
         for p in wanted:
             if p.pid in found:
                 cards = tuple(procfs.cards(p.pid))
-                self.processes.append(
-                    GpuProcess(p.pid, p.nspid, p.name, cards, used.get(p.pid, 0), found[p.pid])
-                )
+                self.processes.append(GpuProcess(p.pid, p.nspid, p.name, cards, used.get(p.pid, 0), found[p.pid]))
 
     def _worker(self, pid: int) -> CudaWorker:
         if pid not in self._workers:
@@ -210,9 +208,7 @@ class NodeGpus:
     @asynccontextmanager
     async def _awake(self, process: GpuProcess) -> AsyncIterator[None]:
         """While the driver works in a process that `_checkpoint` has stopped, no other thread of it runs."""
-        held = self._config.stop_threads and await self._call(
-            process, "wake", _WAKE_LIMIT_S, thread=process.thread
-        )
+        held = self._config.stop_threads and await self._call(process, "wake", _WAKE_LIMIT_S, thread=process.thread)
         try:
             yield
         finally:
@@ -399,4 +395,3 @@ class NodeGpus:
         await asyncio.gather(*(w.close() for w in (*self._workers.values(), *self._spare)))
         self._workers.clear()
         self._spare.clear()
-

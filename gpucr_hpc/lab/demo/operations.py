@@ -21,9 +21,7 @@ class NodeFailure(Scenario):
 
     option = "--node-failure"
     help = "the node of a job is switched off; the job goes on elsewhere from its last periodic checkpoint"
-    program = Program(
-        ITERATE.files, ("200", "64", "0.1"), 1, ITERATE.progress, total=200, act_at=60
-    )
+    program = Program(ITERATE.files, ("200", "64", "0.1"), 1, ITERATE.progress, total=200, act_at=60)
     job_options = ("--checkpoint-interval=3s",)
 
     def disturb(self, _job: int, nodes: Sequence[str]) -> None:
@@ -40,9 +38,7 @@ class Walltime(Scenario):
 
     option = "--walltime"
     help = "a job that is longer than its time limit checkpoints and requeues itself before it"
-    program = Program(
-        ITERATE.files, ("500", "16", "0.15"), 1, ITERATE.progress, total=500, act_at=5
-    )
+    program = Program(ITERATE.files, ("500", "16", "0.15"), 1, ITERATE.progress, total=500, act_at=5)
     job_options = ("--checkpoint-on-timeout", "--time=1")
     end_limit_s = 420
 

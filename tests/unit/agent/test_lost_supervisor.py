@@ -16,9 +16,7 @@ from gpucr_hpc.errors import CoordinationError
 
 def restoring(tmp_path: Any) -> ProtectedJob:
     """A job whose restore waits for two tasks."""
-    config = SimpleNamespace(
-        agent=SimpleNamespace(run_dir=str(tmp_path)), store=SimpleNamespace(root=str(tmp_path))
-    )
+    config = SimpleNamespace(agent=SimpleNamespace(run_dir=str(tmp_path)), store=SimpleNamespace(root=str(tmp_path)))
     job = ProtectedJob(SimpleNamespace(config=config, node="n2"), "7")  # type: ignore[arg-type]
     job.phase, job.expected = Phase.RESTORING, {"s.0", "s.1"}
     return job

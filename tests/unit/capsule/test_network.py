@@ -99,9 +99,7 @@ def test_only_what_leaves_a_job_is_tracked() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a network namespace)")
 def test_jobs_whose_numbers_lie_far_apart_have_their_own_way_out() -> None:
     """The place of an address comes from the job's number; one that is taken is passed over."""
-    done = subprocess.run(
-        ["unshare", "--net", sys.executable, "-c", _TWO], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(["unshare", "--net", sys.executable, "-c", _TWO], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["100.64.128.6", "100.64.128.10", "100.64.128.14"]
 

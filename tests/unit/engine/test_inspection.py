@@ -167,9 +167,7 @@ def test_sockets_of_a_namespace(tmp_path):
         "   1: 0100C80A:0016 0200C80A:D431 01 00000000:00000000 00:00000000 00000000  0 0 112 1\n"
         "   odd\n"
     )
-    (tmp_path / "tcp6").write_text(
-        f"head\n   0: {'0' * 24}01000000:0050 {'0' * 32}:0000 0A 0:0 0:0 0  0 0 113 1\n"
-    )
+    (tmp_path / "tcp6").write_text(f"head\n   0: {'0' * 24}01000000:0050 {'0' * 32}:0000 0A 0:0 0:0 0  0 0 113 1\n")
     (tmp_path / "unix").write_text("head\n0000: 00000002 00000000 00010000 0001 01 114 /run/with space.sock\n")
     assert {
         "111": "tcp 127.0.0.1:8080 LISTEN",

@@ -78,8 +78,9 @@ def test_patches_take_the_place_of_streamed_bytes(tmp_path: Path):
     expected = bytearray(data)
     for offset, new in patches["pages-1.img"]:
         expected[offset : offset + len(new)] = new
-    with ImageReader(
-        lambda name: io.BytesIO(files[name]), entry, checkpoint="20261128T000000Z-0000", key=key
-    ) as reader, (tmp_path / "out").open("wb") as out:
+    with (
+        ImageReader(lambda name: io.BytesIO(files[name]), entry, checkpoint="20261128T000000Z-0000", key=key) as reader,
+        (tmp_path / "out").open("wb") as out,
+    ):
         reader.copy_to_fd("pages-1.img", out.fileno(), patches["pages-1.img"])
     assert (tmp_path / "out").read_bytes() == bytes(expected)

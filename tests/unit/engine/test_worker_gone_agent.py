@@ -43,9 +43,7 @@ def test_what_nobody_will_publish_is_not_sealed_to_its_end(tmp_path, monkeypatch
     worker = Worker(theirs)
     worker.do_open(str(tmp_path / "store"), 0, 0, listen=str(tmp_path), name=stream.CAPTURE_SOCKET)
     room = 40 * CHUNK_BYTES
-    worker.do_capture(
-        JOB, ID, 0, key.reveal_hex(), begin=True, packs=2, room_bytes=room, expected_bytes=room
-    )
+    worker.do_capture(JOB, ID, 0, key.reveal_hex(), begin=True, packs=2, room_bytes=room, expected_bytes=room)
     with worker._writer.stream("core-1.img") as file:
         file.write(os.urandom(30 * CHUNK_BYTES))
     work = threading.Thread(target=worker.run, daemon=True)

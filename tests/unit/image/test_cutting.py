@@ -44,8 +44,12 @@ def memory(seed: int, pages: int, zeros: float) -> bytes:
     rng, data = random.Random(seed), bytearray()
     while len(data) < pages * PAGE_BYTES:
         run = rng.choice([1, 3, 40, 300]) * PAGE_BYTES
-        data += bytes(run) if rng.random() < zeros else b"".join(
-            rng.randrange(1, rng.choice([9, 1 << 60])).to_bytes(8, "little") * 512 for _ in range(run // PAGE_BYTES)
+        data += (
+            bytes(run)
+            if rng.random() < zeros
+            else b"".join(
+                rng.randrange(1, rng.choice([9, 1 << 60])).to_bytes(8, "little") * 512 for _ in range(run // PAGE_BYTES)
+            )
         )
     return bytes(data[: pages * PAGE_BYTES])
 
@@ -110,7 +114,7 @@ def test_pages_put_in_front_change_little():
     middle = len(data) // 2 // PAGE_BYTES * PAGE_BYTES
     for after in (
         rng.randbytes(PAGE_BYTES) + data,
-        data[: middle] + rng.randbytes(3 * PAGE_BYTES) + data[middle:],
+        data[:middle] + rng.randbytes(3 * PAGE_BYTES) + data[middle:],
         data[5 * PAGE_BYTES :],
     ):
         again, total = ids(after)

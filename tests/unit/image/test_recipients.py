@@ -38,9 +38,7 @@ def private_pem(key, password: bytes | None = None) -> bytes:
 
 
 def public_pem(key) -> bytes:
-    return key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
+    return key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
 def certificate(key, *, begin=NOW - timedelta(1), end=NOW + timedelta(1), usage=None, signer=None) -> bytes:

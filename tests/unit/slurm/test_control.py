@@ -55,9 +55,7 @@ AWAY = SlurmError(reason="no answer")
         *("ran and was moved again", "ended", "ended long ago"),
     ],
 )
-def test_a_job_is_forgiven_for_its_own_move_only(
-    monkeypatch, answers: list[query.JobInfo | SlurmError], asked: bool
-):
+def test_a_job_is_forgiven_for_its_own_move_only(monkeypatch, answers: list[query.JobInfo | SlurmError], asked: bool):
     """A wish that belongs to a later move stays; the user's own exclusion always does. One that ran elsewhere and
     waits again may need the node that it left."""
     calls: list[Sequence[str]] = []
