@@ -14,6 +14,7 @@ from typing import Protocol
 from gpucr_hpc.errors import GpucrError, ImageError
 from gpucr_hpc.image import cutting
 from gpucr_hpc.image.buffers import Buffer, Pool
+from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.packs import Packs, Piece
 from gpucr_hpc.image.relay import Relay
 
@@ -31,7 +32,7 @@ class Source(Protocol):
 
 
 class Means:
-    """What the parts of an image share; part_bytes: their size, where they are memory. path: its name for messages."""
+    """What the parts of an image share; part_bytes: their size. path: its name for messages."""
 
     def __init__(self, packs: Packs, buffers: Pool, relay: Relay, part_bytes: int, path: str) -> None:
         self.packs, self.buffers, self.relay, self.part_bytes = packs, buffers, relay, part_bytes
@@ -57,7 +58,7 @@ class Part:
     """`size` bytes in a buffer, or in a source from which `fetch` gets them.
 
     before: the part before it in its stream. keep: makes place for so many records at the stream's end, and says the
-    first one's number; put: writes records from that number on. pages: it is cut by its content, else it is one chunk.
+    first one's number; put: writes records from that number on. pages: it is cut by its content, else by size.
     last: nothing follows.
     """
 
@@ -149,7 +150,7 @@ class Part:
             if self._last and left + self._size > 0 and self._ends[-1:] != [self._size]:
                 self._ends.append(self._size)
         else:
-            self._ends = [self._size]
+            self._ends = [*range(CHUNK_BYTES, self._size, CHUNK_BYTES), self._size]
         self._users += self._left > 0
         self._number = self._keep(len(self._ends))
         self._is_cut = True

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.image import layout
 from gpucr_hpc.image.buffers import Buffer
-from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.crew import Crew
 from gpucr_hpc.image.extents import Extent, parts
 from gpucr_hpc.image.files import wait_for, widen_pipe
@@ -32,7 +31,7 @@ class StreamWriter:
         self.size_bytes = 0
         self.closed = False
         self._means, self._crew, self._pages = means, crew, pages
-        self._part_bytes = means.part_bytes if pages else CHUNK_BYTES
+        self._part_bytes = means.part_bytes
         self._buffer: Buffer | None = None
         self._filled = 0
         self._last: Part | None = None
