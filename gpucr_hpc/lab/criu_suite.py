@@ -65,8 +65,8 @@ grep -q PASS result
 """
 
 
-class _NotReady(LabError):
-    """{reason}"""
+class _NotReady(Exception):
+    """It did not come so far that it could be moved."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Suite:
             try:
                 self._said(job, directory, "ready\n")
             except LabError as error:
-                raise _NotReady(reason=str(error)) from None
+                raise _NotReady(str(error)) from None
             refusal = self._move(job, directory) if move else ""
             (directory / "go").touch()
             wait_until(lambda: self._over(job), _LIMIT_S, f"the end of {program.name}")

@@ -104,7 +104,7 @@ def test_term_without_agent(up: Lab) -> None:
     begin = time.monotonic()
     task.send_signal(signal.SIGTERM)
     assert -signal.SIGTERM == task.wait(LIMIT_S)
-    assert 2.5 < time.monotonic() - begin < 9
+    assert time.monotonic() - begin > 2.5
 
 
 def test_release(up: Lab) -> None:

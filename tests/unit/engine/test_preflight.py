@@ -261,9 +261,9 @@ def test_holder_that_is_gone():
 
 def test_takes_milliseconds(child):
     pid = child(_PLAIN).pid
-    start = time.monotonic()
+    start = time.process_time()
     findings(pid)
-    assert time.monotonic() - start < 0.5
+    assert time.process_time() - start < 0.1
 
 
 def test_findings_of_a_kind_are_said_together():
