@@ -95,7 +95,9 @@ class EngineConfig:
     tree to stop. dump_timeout_s: longest time for a checkpoint, after which the job runs on without one.
     room_percent: share of a node's free memory in which what was read from a job waits to be sealed, where the job goes
     on after its checkpoint; it goes on as soon as the rest is sealed. pipe_limit_bytes: the agent raises the node's
-    fs.pipe-max-size to so much when it starts, so that jobs stand still shorter; 0: it leaves that alone.
+    fs.pipe-max-size to so much when it starts, so that jobs stand still shorter; 0: it leaves that alone. reconnecting:
+    paths of Unix sockets of the node's services, * for any characters; jobs are hung up on before a checkpoint, and
+    their clients connect anew. Those to other services are refused.
     """
 
     criu: str = "criu"
@@ -104,6 +106,7 @@ class EngineConfig:
     dump_timeout_s: float = 3600.0
     room_percent: int = 25
     pipe_limit_bytes: int = 8 << 20
+    reconnecting: tuple[str, ...] = ("/var/lib/sss/pipes/*", "/run/systemd/journal/*", "/dev/log")
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,8 @@ async def look(job: ProtectedJob, capsule: Capsule) -> Use | None:
         await gpus.find(processes)
         if not gpus:
             return None
-        findings = preflight.check(processes, capsule.root, gpus=True)
+        reconnecting = job.context.config.engine.reconnecting
+        findings = preflight.check(processes, capsule.root, gpus=True, reconnecting=reconnecting)
         covered = await nccl.covered(processes, capsule.uid)
         findings += gpu_preflight.check(gpus, processes, covered)
         problem = preflight.summary(findings)

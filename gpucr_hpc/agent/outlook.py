@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gpucr_hpc.agent.phase import Phase
@@ -48,13 +48,15 @@ async def _look(job: ProtectedJob) -> list[Finding]:
     capsule = job.capsule
     if capsule is None or job.phase is not Phase.RUNNING:
         return []
-    found = await asyncio.to_thread(_findings, capsule)
+    found = await asyncio.to_thread(_findings, capsule, job.context.config.engine.reconnecting)
     return found if job.capsule is capsule and job.phase is Phase.RUNNING and capsule.alive() else []
 
 
-def _findings(capsule: Capsule) -> list[Finding]:
+def _findings(capsule: Capsule, reconnecting: Sequence[str]) -> list[Finding]:
     processes = namespace_processes(capsule.init_pid)
-    return [] if procfs.candidates(processes) else preflight.check(processes, capsule.root)
+    if procfs.candidates(processes):
+        return []
+    return preflight.check(processes, capsule.root, reconnecting=reconnecting)
 
 
 def _fresh(findings: Iterable[Finding], warned: Iterable[str]) -> list[Finding]:

@@ -14,7 +14,7 @@ from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import namespace_processes, network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
-from gpucr_hpc.engine import preflight, stream, summary
+from gpucr_hpc.engine import preflight, sockets, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
@@ -115,7 +115,7 @@ class LocalParticipant:
             raise CoordinationError(job=capsule.job, reason="it has ended, nothing is left to checkpoint")
         await self._gpus.find(processes)
         gpus = context.config.cuda.driver != "off" and not self._gpus.absent
-        findings = preflight.check(processes, capsule.root, gpus=gpus)
+        findings = preflight.check(processes, capsule.root, gpus=gpus, reconnecting=context.config.engine.reconnecting)
         if gpus:
             covered = await nccl.covered(processes, capsule.uid)
             self.has_nccl = bool(covered)
@@ -219,7 +219,13 @@ class LocalParticipant:
     async def capture(self) -> None:
         job, context = self._job, self._job.context
         await self._gpus.checkpoint()
-        self._gpus.verify(namespace_processes(self._capsule.init_pid))
+        processes = namespace_processes(self._capsule.init_pid)
+        self._gpus.verify(processes)
+        hung_up = await asyncio.to_thread(
+            sockets.hang_up, [p.pid for p in processes], context.config.engine.reconnecting
+        )
+        if hung_up:
+            log.info("hung up, clients connect anew", job=job.job, services=",".join(sorted(set(hung_up))))
         self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
         try:
             frozen: Frozen = await self._dump.capture()

@@ -9,7 +9,7 @@ import resource
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpucr_hpc.capsule.processes import Process, namespace_of, strangers
@@ -66,10 +66,13 @@ def summary(findings: list[Finding], most: int = 5) -> str:
     return "; ".join(lines[:most])
 
 
-def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> list[Finding]:
+def check(
+    processes: list[Process], root_nspid: int, *, gpus: bool = False, reconnecting: Sequence[str] = ()
+) -> list[Finding]:
     """Everything that CRIU would refuse or lose; `processes` are all of the namespace, init first.
 
-    gpus: devices of the NVIDIA driver are not looked at here, engine.cuda does it.
+    gpus: devices of the NVIDIA driver are not looked at here, engine.cuda does it. reconnecting: as
+    EngineConfig.reconnecting.
     """
     findings = [
         Finding(p.nspid, p.name, "is not below the job's holder and would be lost")
@@ -78,7 +81,8 @@ def check(processes: list[Process], root_nspid: int, *, gpus: bool = False) -> l
     root = next((p for p in processes if p.nspid == root_nspid), None)
     if root is None:
         return [Finding(root_nspid, "holder", "is gone")]
-    tree = _Tree({kind: namespace_of(root.pid, kind) for kind in _NESTED}, _mounts(processes[1:]), gpus)
+    reference = {kind: namespace_of(root.pid, kind) for kind in _NESTED}
+    tree = _Tree(reference, _mounts(processes[1:]), gpus, reconnecting)
     for process in processes[1:]:
         if process.state == "Z" and process.threads > 1:
             findings.append(Finding(process.nspid, process.name, "its first thread has ended, and others still run"))
@@ -99,6 +103,7 @@ class _Tree:
     reference: dict[str, str | None]
     mounts: set[str]
     gpus: bool
+    reconnecting: Sequence[str]
     pipes: set[str] = field(default_factory=set)
     terminals: set[int] = field(default_factory=set)
     read: set[str] = field(default_factory=set)
@@ -191,7 +196,7 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
             yield f"descriptor {number} is the block device {target}"
         elif not ours and _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *tree.mounts):
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
-    for number, what in sockets.unsaved(pid, held) if held else ():
+    for number, what in sockets.unsaved(pid, held, ("*",) if ours else tree.reconnecting) if held else ():
         yield f"descriptor {number} is {what}, which cannot be saved"
 
 

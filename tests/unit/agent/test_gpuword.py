@@ -17,7 +17,7 @@ import pytest
 from gpucr_hpc.agent import gpuword
 from gpucr_hpc.agent.gpuword import Use
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.config import CudaConfig
+from gpucr_hpc.config import CudaConfig, EngineConfig
 from gpucr_hpc.engine.cuda import client
 from gpucr_hpc.engine.cuda import processes as procfs
 
@@ -37,7 +37,7 @@ class Job:
     def __init__(self, init_pid: int = 1, driver: str = "auto") -> None:
         self.job, self.phase, self.gpu_word, self.said, self.saved = "7", Phase.RUNNING, False, list[str](), 0
         self.capsule = SimpleNamespace(init_pid=init_pid, root=1, uid=0, alive=lambda: True)
-        self.context = SimpleNamespace(config=SimpleNamespace(cuda=CudaConfig(driver=driver)))
+        self.context = SimpleNamespace(config=SimpleNamespace(cuda=CudaConfig(driver=driver), engine=EngineConfig()))
         self.supervisors = {"batch": self}
 
     async def print(self, message: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from gpucr_hpc.agent import outlook
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.phase import Phase
+from gpucr_hpc.config import EngineConfig
 from gpucr_hpc.engine.preflight import Finding
 
 RING = Finding(7, "node", "descriptor 4 is an io_uring ring")
@@ -24,6 +25,7 @@ class Job:
     def __init__(self) -> None:
         self.job, self.phase, self.times = "7", Phase.RUNNING, Times()
         self.capsule: Any = SimpleNamespace(alive=lambda: True)
+        self.context = SimpleNamespace(config=SimpleNamespace(engine=EngineConfig()))
         self.said, self.saved = list[str](), 0
 
     async def tell(self, message: str) -> None:
@@ -36,7 +38,7 @@ class Job:
 def told(monkeypatch: pytest.MonkeyPatch, job: Job, *looks: list[Finding]) -> list[str]:
     left = iter(looks)
     monkeypatch.setattr(outlook, "_AGAIN_S", 0.0)
-    monkeypatch.setattr(outlook, "_findings", lambda _: next(left))
+    monkeypatch.setattr(outlook, "_findings", lambda *_: next(left))
     asyncio.run(outlook.tell(job))  # type: ignore[arg-type]
     assert next(left, None) is None, "fewer looks than thought"
     return job.said
@@ -69,7 +71,7 @@ def test_a_checkpoint_in_between_spoils_a_look(monkeypatch: pytest.MonkeyPatch) 
     """Its own tools, CRIU's tracing among them, are not the job's."""
     job = Job()
 
-    def look(_: object) -> list[Finding]:
+    def look(*_: object) -> list[Finding]:
         job.phase = Phase.CHECKPOINTING
         return [TRACED]
 
