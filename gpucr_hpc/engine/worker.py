@@ -15,43 +15,32 @@ import json
 import os
 import select
 import socket
-import stat
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, sharedfiles, stream
-from gpucr_hpc.engine.openfiles import OpenFile, grown, put_back, set_aside
 from gpucr_hpc.engine.renumber import renumber
-from gpucr_hpc.errors import (
-    CheckpointMissing,
-    GpucrError,
-    ImageError,
-    IntegrityError,
-    KeyFileError,
-    RestoreFailed,
-    StoreError,
-    UsageError,
-)
+from gpucr_hpc.engine.worker_files import UserFileVerbs
+from gpucr_hpc.engine.worker_store import StoreVerbs
+from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, UsageError
 from gpucr_hpc.image.base import Base
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
-from gpucr_hpc.model import ImageEntry, new_checkpoint_id
+from gpucr_hpc.model import ImageEntry
 from gpucr_hpc.store.base import Staging
 from gpucr_hpc.store.posix import PosixStore
 from gpucr_hpc.wire import receive_record, send_record
 
-_PROBE_BYTES = 8 << 20
 _FIRST_VICTIM = "1000"  # /proc/PID/oom_score_adj
 _SWITCH_S = 0.0005  # who reads a pipe must not wait 5 ms, the interpreter's default, behind a thread that computes
 
 
-class Worker:
-    """State of one worker: a store, and at most one image that it writes or reads."""
+class Worker(StoreVerbs, UserFileVerbs):
+    """State of one worker: a store, and at most one image that it writes or reads. Each do_ is a verb of the orders."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -327,143 +316,6 @@ class Worker:
         """Write one file of the image into a pipe."""
         assert self._reader is not None
         self._reader.copy_to_fd(name, fd)
-
-    def do_manifests(self, job: str | None = None, checkpoint: str | None = None) -> list[tuple[str, str, str]]:
-        """Job, checkpoint and manifest (base64) of every complete checkpoint, or those of a job or an id, oldest
-        first."""
-        found = []
-        for owner, name in self.store.list(job):
-            if checkpoint not in (None, name):
-                continue
-            try:
-                data = self.store.read_manifest(owner, name)
-            except GpucrError:
-                data = b""  # reported by whoever decodes it
-            found.append((owner, name, base64.b64encode(data).decode()))
-        return found
-
-    def do_replace_manifest(self, job: str, checkpoint: str, old: str, new: str) -> None:
-        """Put a manifest (base64) in the place of an older one of the same checkpoint."""
-        self.store.replace_manifest(job, checkpoint, base64.b64decode(old), base64.b64decode(new))
-
-    def do_delete(self, job: str, checkpoint: str) -> None:
-        self.store.delete(job, checkpoint)
-
-    def do_orphans(self, job: str, older_than_s: float) -> list[str]:
-        """Remove unpublished remains of a job's earlier checkpoints."""
-        removed = self.store.orphans(older_than_s, job)
-        for orphan in removed:
-            self.store.remove_orphan(orphan)
-        return [orphan.name for orphan in removed]
-
-    def do_sweep(self, older_than_s: float, jobs: list[str] | None, dry_run: bool) -> list[dict[str, Any]]:
-        """Remains of these jobs, or of all, and their removal."""
-        found = [o for o in self.store.orphans(older_than_s) if jobs is None or o.job in jobs]
-        report: list[dict[str, Any]] = []
-        for orphan in found:
-            report.append({"job": orphan.job, "name": orphan.name, "age_s": orphan.age_s})
-            if not dry_run:
-                try:
-                    self.store.remove_orphan(orphan)
-                except GpucrError as error:
-                    report[-1]["problem"] = str(error)
-        return report
-
-    def do_record(
-        self, job: str, name: str, data: str | None = None, delete: bool = False, new: bool = False
-    ) -> str | bool | None:
-        """Write, delete or read a small durable record of a job. new: write it only where there is none; whether that
-        was so."""
-        if delete:
-            self.store.delete_record(job, name)
-        elif data is not None and new:
-            return self.store.add_record(job, name, data.encode())
-        elif data is not None:
-            self.store.put_record(job, name, data.encode())
-        else:
-            found = self.store.get_record(job, name)
-            return None if found is None else found.decode()
-        return None
-
-    def do_space(self) -> int:
-        """Free bytes of the store's file system."""
-        return self.store.free_bytes()
-
-    def do_grown(self, files: list[dict[str, Any]]) -> list[str]:
-        """Lines about files that grew since a checkpoint; this worker then runs as the job's user."""
-        return grown([OpenFile(**file) for file in files])
-
-    def do_set_aside(self, files: list[dict[str, Any]], suffix: str) -> list[tuple[str, str, int]]:
-        """Cut files that grew since a checkpoint; this worker then runs as the job's user."""
-        try:
-            return set_aside([OpenFile(**file) for file in files], suffix)
-        except OSError as error:
-            reason = f"{error.filename}: cannot be rolled back: {error.strerror}"
-            raise RestoreFailed(reason=reason, log="none") from None
-
-    def do_put_back(self, tails: list[tuple[str, str, int]]) -> None:
-        """Append the tails to their files again; this worker then runs as the job's user."""
-        try:
-            put_back(tails)
-        except OSError as error:
-            reason = f"{error.filename}: its tail cannot be put back: {error.strerror}"
-            raise RestoreFailed(reason=reason, log="none") from None
-
-    def do_read(self, path: str, limit_bytes: int) -> str | None:
-        """A small file of the user as whom this worker runs, base64, or None when there is none."""
-        try:
-            return base64.b64encode(read_own(path, limit_bytes)).decode()
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise KeyFileError(path=path, reason=error.strerror) from None
-
-    def do_probe(self) -> dict[str, Any]:
-        """Write, sync and read a small file and a larger one in the store. seconds: for the small one; bytes_per_s: the
-        speed that the larger one makes probable; owner: uid that the file got; links: whether a checkpoint can hold
-        files of an earlier one."""
-        start = time.monotonic()
-        self.store.put_record("0", "probe", b"probe")
-        self.store.get_record("0", "probe")
-        seconds = time.monotonic() - start
-        owner = os.stat(f"{self.store.location}/0").st_uid
-        data = os.urandom(_PROBE_BYTES)
-        start = time.monotonic()
-        self.store.put_record("0", "probe", data)
-        bytes_per_s = _PROBE_BYTES / max(1e-6, time.monotonic() - start)
-        self.store.delete_record("0", "probe")
-        return {"seconds": seconds, "bytes_per_s": bytes_per_s, "owner": owner, "links": self._has_links()}
-
-    def _has_links(self) -> bool:
-        first, second = (new_checkpoint_id(time.time() + ahead) for ahead in range(2))
-        staging = self.store.begin("0", first)
-        try:
-            staging.create("probe").close()
-            staging.publish(b"probe")
-            staging = self.store.begin("0", second)
-            staging.link(first, "probe", "probe")
-        except StoreError:
-            return False
-        finally:
-            staging.abort()
-            with contextlib.suppress(CheckpointMissing):
-                self.store.delete("0", first)
-        return True
-
-
-def read_own(path: str, limit_bytes: int) -> bytes:
-    """Content of a regular file that belongs to the current user and that no other may write. Raises OSError,
-    KeyFileError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise KeyFileError(path=path, reason="not a regular file of the user that only he may write")
-        if status.st_size > limit_bytes:
-            raise KeyFileError(path=path, reason=f"has {status.st_size} bytes, more than {limit_bytes}")
-        return os.read(fd, limit_bytes)
-    finally:
-        os.close(fd)
 
 
 def _plain(fields: dict[str, object]) -> dict[str, str | int | float]:

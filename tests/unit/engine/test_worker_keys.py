@@ -11,7 +11,8 @@ import pytest
 from site_sample import IDS, JOB, Site
 
 from gpucr_hpc.engine import stream
-from gpucr_hpc.engine.worker import Worker, read_own
+from gpucr_hpc.engine.worker import Worker
+from gpucr_hpc.engine.worker_files import read_own
 from gpucr_hpc.errors import KeyFileError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.store.posix import PosixStore
