@@ -196,7 +196,8 @@ def _descriptors(process: Process, tree: _Tree) -> Iterator[str]:
             yield f"descriptor {number} is the block device {target}"
         elif not ours and _named(target, status.st_mode) and _mount_of(pid, number) not in (None, *tree.mounts):
             yield f"descriptor {number} ({target}) is a POSIX message queue, or of a file system that is not mounted"
-    for number, what in sockets.unsaved(pid, held, ("*",) if ours else tree.reconnecting) if held else ():
+    services = ("*",) if ours else tree.reconnecting  # the shepherd lets go of the agent's before the freeze
+    for number, what in sockets.unsaved(pid, held, services) if held else ():
         yield f"descriptor {number} is {what}, which cannot be saved"
 
 

@@ -51,7 +51,7 @@ def unsaved(pid: int, descriptors: Iterable[str], reconnecting: Sequence[str] = 
         if path is not None and not _matches(path, reconnecting):
             names = names or (_names("self"), _names(str(pid)))
             if path in names[0] - names[1]:
-                what = f"connected to {path}, a service outside of the job,"
+                what = f"connected to {path}, a service outside of the job"
         if what is not None:
             yield number, what
 

@@ -98,7 +98,7 @@ def fetch(cache: Path) -> Path:
         (kept / "sources").write_text(f"deb-src {mirror} sid main\n")
         own = [f"Dir::Etc::sourcelist={kept}/sources", "Dir::Etc::sourceparts=-", f"Dir::State::lists={kept}/lists"]
         apt = ["apt-get", "-q", *(word for option in own for word in ("-o", option))]
-        proc.run([*apt, "update"], timeout_s=_BUILD_LIMIT_S).check()
+        proc.run([*apt, "-o", "APT::Update::Error-Mode=any", "update"], timeout_s=_BUILD_LIMIT_S).check()
         proc.run([*apt, "--tar-only", "source", "criu"], cwd=str(kept), timeout_s=_BUILD_LIMIT_S).check()
     archives = list(kept.glob(_ARCHIVE))
     if len(archives) != 1:
@@ -188,12 +188,12 @@ class Suite:
                 raise _NotReady(str(error)) from None
             refusal = self._move(job, directory) if move else ""
             (directory / "go").touch()
-            wait_until(lambda: self._over(job), _LIMIT_S, f"the end of {program.name}")
+            wait_until(lambda: self._lab.is_over(job), _LIMIT_S, f"the end of {program.name}")
             if "COMPLETED" not in self._lab.job(job)["job_state"]:
                 raise LabError(reason=_words(directory))
             return refusal
         finally:
-            if not self._over(job):
+            if not self._lab.is_over(job):
                 self._lab.exec("ctl", ["scancel", str(job)], check=False)
 
     def _move(self, job: int, directory: Path) -> str:
@@ -206,14 +206,11 @@ class Suite:
 
     def _said(self, job: int, directory: Path, text: str) -> None:
         def look() -> bool:
-            return text in _output(directory) or self._over(job)
+            return text in _output(directory) or self._lab.is_over(job)
 
         wait_until(look, _LIMIT_S, f"{text.strip()!r} in {directory}/output")
         if text not in _output(directory):
             raise LabError(reason=f"ended before {text.strip()!r}: {_words(directory)}")
-
-    def _over(self, job: int) -> bool:
-        return not {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING"} & set(self._lab.job(job)["job_state"])
 
 
 def _output(directory: Path) -> str:

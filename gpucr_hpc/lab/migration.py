@@ -85,7 +85,7 @@ class Soak:
         return {"from": before, "to": after, "seconds": round(time.monotonic() - start, 2), "blocks": self._blocks()}
 
     def _ended(self) -> bool:
-        return not {"RUNNING", "PENDING", "COMPLETING"} & set(self._lab.job(self.job)["job_state"])
+        return self._lab.is_over(self.job)
 
     def finish(self) -> None:
         """Let the job end; raise LabError unless both ranks found every block good."""

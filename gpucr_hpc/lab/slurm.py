@@ -13,6 +13,7 @@ from gpucr_hpc.lab.conf import CONTROLLER
 from gpucr_hpc.lab.wait import wait_until
 
 DATA_PARSER = "v0.0.42"  # both Slurm 24.11 and 26.05 have it
+_UNDER_WAY = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING"}
 _FINAL = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL"}
 
 Job = dict[str, Any]
@@ -52,6 +53,10 @@ class SlurmCommands(ABC):
             raise LabError(reason=f"job {job_id}: Slurm does not know it: {done.stderr.strip()}")
         job: Job = jobs[0]
         return job
+
+    def is_over(self, job_id: int) -> bool:
+        """Whether the job has ended and is not requeued. LabError as `job`."""
+        return not _UNDER_WAY & set(self.job(job_id)["job_state"])
 
     def hostnames(self, nodes: str) -> list[str]:
         """The names that Slurm's short form (`n[1-3]`) stands for."""

@@ -87,8 +87,7 @@ class JobRun:
 
     @property
     def over(self) -> bool:
-        states = set(self.info["job_state"])
-        return not states & {"PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING"}
+        return self.lab.is_over(self.id)
 
     def running(self, restarts: int = 0, timeout_s: float = 60) -> JobRun:
         """Wait until the job runs for the so-many-th time."""

@@ -126,6 +126,6 @@ def test_another_service_is_named(on: Bench) -> None:
     job = on.submit(f"exec python3 {on.put('bound.py', BOUND)}", name="job").says("ready\n")
     asked = job.gpucr("checkpoint", str(job.id), check=False)
     assert asked.status == 44
-    assert f"connected to {OTHER}, a service outside of the job" in asked.stderr
+    assert f" is connected to {OTHER}, a service outside of the job, which cannot be saved" in asked.stderr
     (on.directory / "go").touch()
     assert job.end().out == "ready\nok\n"
