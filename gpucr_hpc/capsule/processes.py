@@ -23,16 +23,20 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """What /proc says of a process, or None when it is gone."""
+    """What /proc says of a process, or None when it is gone. One that is just being reaped is: for a moment it has a
+    status, the state X, and the number 0 in each namespace."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except OSError:
         return None
     fields = dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
     try:
+        nspid = int(fields["NSpid"].split()[-1])
+        if not nspid:
+            return None
         return Process(
             pid=pid,
-            nspid=int(fields["NSpid"].split()[-1]),
+            nspid=nspid,
             ppid=int(fields["PPid"]),
             name=fields["Name"],
             state=fields["State"][0],

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from gpucr_hpc.capsule import cgroup
+from gpucr_hpc.capsule import cgroup, processes
 from gpucr_hpc.capsule.processes import (
     Process,
     namespace_of,
@@ -89,6 +89,23 @@ def test_own_process():
 def replaced(process: Process, like: Process) -> Process:
     """State and threads change while we look."""
     return Process(**{**vars(process), "state": like.state, "threads": like.threads})
+
+
+def test_process_that_is_being_reaped(tmp_path, monkeypatch):
+    """As Linux 6.18 showed it, once in some hundred looks at short-lived processes: it would come before init."""
+    text = (
+        "Name:\ttrue\nState:\t{state}\nPPid:\t7\nTracerPid:\t0\nUid:\t0\t0\t0\t0\nNSpid:\t{pids}\nThreads:\t{threads}\n"
+    )
+
+    class Status(type(tmp_path)):
+        def read_text(self, *_args, **_more):
+            return said
+
+    monkeypatch.setattr(processes, "Path", Status)
+    said = text.format(state="Z (zombie)", pids="9\t4", threads=1)
+    assert 4 == read_process(9).nspid
+    said = text.format(state="X (dead)", pids="0\t0", threads=0)
+    assert read_process(9) is None
 
 
 def test_process_that_is_gone():
