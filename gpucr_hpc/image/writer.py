@@ -45,7 +45,7 @@ class ImageWriter:
     packs: files that the chunks are spread over, 1 to 100. node: name for people. workers: None means
     default_workers(). base: an earlier image; what did not change since is not written again. room_bytes: memory for
     chunks that wait to be sealed, besides a few per worker. expected_bytes: of plain data; so much of the room is
-    made ready at once, and when all fits in, nothing is sealed before `finish`. The first failure of any thread is
+    made ready at once. Before `finish` only what does not fit into the room is sealed. The first failure of any thread is
     raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
     """
 
@@ -86,8 +86,7 @@ class ImageWriter:
         buffers.reserve(min(room, -(-expected_bytes // size)))
         self._packs = Packs(create, heads, origin, ids, base.records if base else {}, size)
         self._means = Means(self._packs, buffers, Relay(threads + 2, size), size, f"image {node_rank}")
-        hold = 0 < expected_bytes <= room_bytes
-        self._crew = Crew(threads, places=places + room, hold=hold, name=f"image-{node_rank}")
+        self._crew = Crew(threads, places=places + room, hold=room > 0, name=f"image-{node_rank}")
 
     @property
     def bytes_plain(self) -> int:

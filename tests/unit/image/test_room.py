@@ -20,6 +20,13 @@ HEADERS = 1000  # bytes: more than those of all packs
 LIMIT_S = 20
 
 
+def feed(sink: int, data: bytes) -> None:
+    """All of the data."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(sink, left) :]
+
+
 class Held:
     """An image with two workers and so many chunks of room, in a store in memory."""
 
@@ -95,24 +102,47 @@ def test_a_part_that_cannot_be_read_ends_the_image():
     held.image.abort()
 
 
-def test_beyond_the_room_sealing_begins():
-    """A job that is larger than it looked neither waits for ever nor takes more memory."""
+@pytest.mark.parametrize("expected", [6, 40])
+def test_beyond_the_room_only_what_must_be_is_sealed(expected: int):
+    """The job stands still until all is read: what fits in waits, whether or not it was known that not all would."""
     content = {"pages-1.img": os.urandom(40 * CHUNK_BYTES)}
-    held = Held(room=8, expected=6)
+    held = Held(room=20, expected=expected)
     work = threading.Thread(target=held.take, args=("pages-1.img", content["pages-1.img"]), daemon=True)
     work.start()
     work.join(LIMIT_S)
     assert not work.is_alive()
-    assert held.image.bytes_stored > CHUNK_BYTES
+    assert CHUNK_BYTES < held.image.bytes_stored < 25 * CHUNK_BYTES
     held.check(content)
 
 
-def test_what_does_not_fit_is_sealed_as_it_comes():
-    """Holding back would only lose time."""
-    held = Held(room=4, expected=40)
-    assert held.image._crew.sealing
-    held.take("pages-1.img", data := os.urandom(3 * CHUNK_BYTES))
-    held.check({"pages-1.img": data})
+@pytest.mark.parametrize("room", [1, 2, 5])
+def test_several_streams_share_a_room_that_is_too_small(room: int):
+    """Each that waits for a place gets one, whichever order they come in, from pipes and from buffers."""
+    content = {f"pages-{number}.img": os.urandom(12 * CHUNK_BYTES + 4096 * number) for number in range(6)}
+    held = Held(room=room, expected=80)
+
+    def by_pipe(name: str) -> None:
+        source, sink = os.pipe()
+        feeder = threading.Thread(target=lambda: (feed(sink, content[name]), os.close(sink)), daemon=True)
+        feeder.start()
+        with held.image.stream(name, pages=True) as stream:
+            stream.copy_fd(source)
+        os.close(source)
+        feeder.join(LIMIT_S)
+
+    def by_buffer(name: str) -> None:
+        held.take(name, content[name])
+
+    ways = [by_pipe, by_buffer]
+    threads = [
+        threading.Thread(target=ways[number % 2], args=(name,), daemon=True) for number, name in enumerate(content)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        assert not thread.is_alive()
+    held.check(content)
 
 
 def test_giving_up_ends_what_is_held():
