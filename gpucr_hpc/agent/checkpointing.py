@@ -18,7 +18,10 @@ from gpucr_hpc.agent.noderestore import STEPS_STREAM
 from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.remote import RemoteParticipant
-from gpucr_hpc.capsule import Capsule, RunDir, namespace_processes, network
+from gpucr_hpc.capsule import network
+from gpucr_hpc.capsule.capsule import Capsule
+from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import CudaConfig
 from gpucr_hpc.coordinator.checkpoint import Budget, Timings
 from gpucr_hpc.coordinator.checkpoint import checkpoint as coordinate

@@ -27,8 +27,9 @@ from gpucr_hpc.agent.orders import Orders, PeerSession
 from gpucr_hpc.agent.peers import Connector
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import RunDir, cgroup, network
+from gpucr_hpc.capsule import cgroup, network
 from gpucr_hpc.capsule.capsule import discard
+from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import Config, load
 from gpucr_hpc.engine import criu, stream
 from gpucr_hpc.errors import CriuError, GpucrError, HostError, JobUnknown

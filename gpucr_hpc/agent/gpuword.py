@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import Capsule, namespace_processes
+from gpucr_hpc.capsule.capsule import Capsule
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine import preflight
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda import processes as procfs

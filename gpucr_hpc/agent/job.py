@@ -20,9 +20,11 @@ from gpucr_hpc.agent.phase import AT_WORK, Phase
 from gpucr_hpc.agent.policy import Policy
 from gpucr_hpc.agent.steps import StepOnNode, Steps
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Capsule, Geometry, RunDir, cgroup, namespace_processes
-from gpucr_hpc.capsule.capsule import discard
-from gpucr_hpc.capsule.processes import descendants, start_time, wait_gone
+from gpucr_hpc.capsule import cgroup
+from gpucr_hpc.capsule.capsule import Capsule, discard
+from gpucr_hpc.capsule.network import Geometry
+from gpucr_hpc.capsule.processes import descendants, namespace_processes, start_time, wait_gone
+from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import CoordinationError, GpucrError
 from gpucr_hpc.log import Log

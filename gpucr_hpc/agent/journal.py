@@ -11,8 +11,9 @@ from gpucr_hpc.agent import checkpointing, gpuword, nccl
 from gpucr_hpc.agent.clock import Times
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.policy import Policy
-from gpucr_hpc.capsule import Capsule, Geometry, network
-from gpucr_hpc.capsule.capsule import discard
+from gpucr_hpc.capsule import network
+from gpucr_hpc.capsule.capsule import Capsule, discard
+from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.errors import GpucrError, SlurmError
 from gpucr_hpc.log import Log
 

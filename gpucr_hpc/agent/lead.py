@@ -25,8 +25,8 @@ from gpucr_hpc.agent.metrics import METRICS
 from gpucr_hpc.agent.phase import Decision, Phase, decide
 from gpucr_hpc.agent.policy import cut_short, policy_of
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Geometry, build
-from gpucr_hpc.capsule.capsule import Identity, discard
+from gpucr_hpc.capsule.capsule import Identity, build, discard
+from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.errors import Busy, GpucrError, PermissionRefused, Refused, RunOver, SlurmError
 from gpucr_hpc.log import Log
 from gpucr_hpc.model import new_checkpoint_id

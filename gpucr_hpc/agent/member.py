@@ -17,8 +17,8 @@ from gpucr_hpc.agent.participant import LocalParticipant
 from gpucr_hpc.agent.peers import Session
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.policy import Policy
-from gpucr_hpc.capsule import Geometry, build
-from gpucr_hpc.capsule.capsule import Identity
+from gpucr_hpc.capsule.capsule import Identity, build
+from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.engine.nccl.node import NodeRanks
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.errors import Busy, CapsuleError, GpucrError, JobNotProtected, RunOver

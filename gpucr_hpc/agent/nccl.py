@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent.peers import Peer
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.link import Pairs
 from gpucr_hpc.engine.nccl.node import NodeRanks

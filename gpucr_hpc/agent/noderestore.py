@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from gpucr_hpc.agent import batchscript, tasks
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.agent.steps import Steps, environment_of
-from gpucr_hpc.capsule import Geometry, build, cgroup, namespace_processes, network
-from gpucr_hpc.capsule.capsule import Builder, Identity, discard
-from gpucr_hpc.capsule.processes import descendants
+from gpucr_hpc.capsule import cgroup, network
+from gpucr_hpc.capsule.capsule import Builder, Identity, build, discard
+from gpucr_hpc.capsule.network import Geometry
+from gpucr_hpc.capsule.processes import descendants, namespace_processes
 from gpucr_hpc.engine import restore as engine
 from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus

@@ -12,8 +12,9 @@ from gpucr_hpc.agent import batchscript, shepherd
 from gpucr_hpc.agent.catalog import Catalog
 from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import namespace_processes, network
+from gpucr_hpc.capsule import network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine import preflight, sockets, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus

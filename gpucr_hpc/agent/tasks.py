@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gpucr_hpc.agent.report import PROGRESS_FILE
 from gpucr_hpc.agent.steps import environment_of
 from gpucr_hpc.agent.supervisor import Supervisor
-from gpucr_hpc.capsule import Geometry
+from gpucr_hpc.capsule.network import Geometry
 
 if TYPE_CHECKING:
     from gpucr_hpc.agent.job import ProtectedJob

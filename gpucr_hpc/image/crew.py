@@ -2,8 +2,8 @@
 
 Who calls: streams hand parts over, writer ends it. A thread takes a part from its pipe, cuts it and seals it, all while
 its bytes are in the processor's cache. Who wants the pipes read as soon as can be gives room for more parts; sealing
-is then held back until everything has been read, since both would share the processors. When the room is used up as many
-are sealed as there must be places for others.
+is then held back until everything has been read, since both would share the processors. When the room is used up as
+many are sealed as others need places.
 """
 
 from __future__ import annotations

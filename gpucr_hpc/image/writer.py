@@ -45,8 +45,8 @@ class ImageWriter:
     packs: files that the chunks are spread over, 1 to 100. node: name for people. workers: None means
     default_workers(). base: an earlier image; what did not change since is not written again. room_bytes: memory for
     chunks that wait to be sealed, besides a few per worker. expected_bytes: of plain data; so much of the room is
-    made ready at once. Before `finish` only what does not fit into the room is sealed. The first failure of any thread is
-    raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
+    made ready at once. Before `finish` only what does not fit into the room is sealed. The first failure of any thread
+    is raised by every later call; call abort then. Raises UsageError, StoreFull, StoreError.
     """
 
     def __init__(

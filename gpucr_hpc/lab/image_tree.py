@@ -15,8 +15,10 @@ from typing import Any
 
 from gpucr_hpc import wire
 from gpucr_hpc.agent import shepherd
-from gpucr_hpc.capsule import Capsule, Geometry, RunDir, build, namespace_processes
-from gpucr_hpc.capsule.capsule import Builder, Identity, RestorePids, discard
+from gpucr_hpc.capsule.capsule import Builder, Capsule, Identity, RestorePids, build, discard
+from gpucr_hpc.capsule.network import Geometry
+from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig, NetworkConfig
 from gpucr_hpc.engine import stream
 from gpucr_hpc.lab.wait import wait_until

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.lab import image_bench as bench
 from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until

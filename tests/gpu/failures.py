@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc import faults
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.worker_client import WorkerClient
 from tests.gpu.base import Place, case, environment, refused, steps, train

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine.nccl.cut import Cut
 from gpucr_hpc.engine.nccl.node import NodeRanks, covered
 from tests.gpu import programs

@@ -26,8 +26,9 @@ from gpucr_hpc.agent.daemon import make_context
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.noderestore import NodeRestore
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import Geometry, build, namespace_processes
-from gpucr_hpc.capsule.capsule import Identity
+from gpucr_hpc.capsule.capsule import Identity, build
+from gpucr_hpc.capsule.network import Geometry
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
 from gpucr_hpc.engine import large
 from gpucr_hpc.image import native

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine import large as beside
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from tests.gpu import programs

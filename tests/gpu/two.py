@@ -13,7 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.capsule import namespace_processes
+from gpucr_hpc.capsule.processes import namespace_processes
 from gpucr_hpc.engine.cuda import processes as procfs
 from gpucr_hpc.engine.cuda.client import CudaWorker
 from gpucr_hpc.engine.cuda.node import NodeGpus

@@ -16,7 +16,7 @@ import pytest
 from gpucr_hpc.agent import checkpointing, daemon, journal
 from gpucr_hpc.agent.job import ProtectedJob
 from gpucr_hpc.agent.phase import Phase
-from gpucr_hpc.capsule import RunDir
+from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.engine.dump import remove_link_remaps
 from gpucr_hpc.errors import CapsuleError, HostError
 
