@@ -74,11 +74,17 @@ class NodeRestore:
             raise PermissionRefused(who=f"uid {job.uid}", action=f"restore {manifest.checkpoint} of uid {manifest.uid}")
         engine.check_host(self._meta, context.criu)
         job.run_dir.make(job.uid, job.gid)
-        # Other or too few cards are refused before the capsule is made. Both wait for a process to start.
-        for failed in await asyncio.gather(self._map_gpus(), self._open_image(), return_exceptions=True):
-            if isinstance(failed, BaseException):
-                raise failed
-        await self._fit_files()
+        files, user = self._files(), WorkerClient(job.store_root, job.uid, job.gid)
+        try:
+            # Other or too few cards are refused before the capsule is made. All wait for a process to start.
+            starts = [self._map_gpus(), self._open_image(), *([user.start()] if files else [])]
+            for failed in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(failed, BaseException):
+                    raise failed
+            if files:
+                await self._fit_files(user, files)
+        finally:
+            await user.close()
         # No supervisor belongs to them before their sruns are started again.
         job.steps.adopt({"on_node": [step | {"launch": "none yet"} for step in self._meta["steps"]]})
         job.forget_failure()
@@ -142,25 +148,27 @@ class NodeRestore:
         env = environment_of(supervisor.pid) if supervisor is not None else {}
         return await self._gpus.expect(self._meta["gpu"], env)
 
-    async def _fit_files(self) -> None:
-        """Files that were written to after the checkpoint get their size of then, as the job's user; CRIU wants that.
-
-        Their tails stay beside, or, by the job's policy, are put back before the tree runs. The output of the job is
-        changed only when it ran on: what Slurm and gpucr said when it left stays.
-        """
+    def _files(self) -> list[dict[str, Any]]:
+        """Files that may have been written to after the checkpoint. The output of the job is among them only when it
+        ran on: what Slurm and gpucr said when it left stays."""
         job, policy = self._job, self._job.policy.files
         files = list(self._meta["files"])
         if self._manifest.job != job.job and policy is not FilesPolicy.KEEP:
             files += self._outputs
         elif self._ran_on and policy is not FilesPolicy.KEEP:
             files += self._meta.get("outputs", [])
-        if not files:
-            return
-        async with WorkerClient(job.store_root, job.uid, job.gid) as worker:
-            grown = await worker.call("grown", files=files) if policy is FilesPolicy.REFUSE else []
-            if grown:
-                raise RestoreFailed(reason=f"--checkpoint-files=refuse: {grown[0]}", log="none")
-            changed = await worker.call("set_aside", files=files, suffix=f"after-{self._manifest.checkpoint}")
+        return files
+
+    async def _fit_files(self, worker: WorkerClient, files: list[dict[str, Any]]) -> None:
+        """Give files the size that they had at the checkpoint, as the job's user; CRIU wants that.
+
+        Their tails stay beside, or, by the job's policy, are put back before the tree runs. worker: it is the user's.
+        """
+        policy = self._job.policy.files
+        grown = await worker.call("grown", files=files) if policy is FilesPolicy.REFUSE else []
+        if grown:
+            raise RestoreFailed(reason=f"--checkpoint-files=refuse: {grown[0]}", log="none")
+        changed = await worker.call("set_aside", files=files, suffix=f"after-{self._manifest.checkpoint}")
         if policy is FilesPolicy.KEEP:
             self._tails = changed
             return

@@ -14,7 +14,7 @@ from gpucr_hpc.agent.dumpprogress import DumpProgress
 from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
-from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.engine import preflight, sockets, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
@@ -114,6 +114,26 @@ class LocalParticipant:
         processes = namespace_processes(capsule.init_pid)
         if not processes:
             raise CoordinationError(job=capsule.job, reason="it has ended, nothing is left to checkpoint")
+        # Both wait for a process to start.
+        start = self._worker.start(run_dir.images, stream.CAPTURE_SOCKET, expendable=self.leave_running)
+        for failed in await asyncio.gather(self._look(processes), start, return_exceptions=True):
+            if isinstance(failed, BaseException):
+                raise failed
+        warm = asyncio.ensure_future(self._gpus.warm())
+        if capsule.node_rank == 0:
+            await self._worker.call("orphans", job=capsule.job, older_than_s=0)
+        resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
+        if not self._full:
+            catalog = Catalog(context, self._worker, self._job.store_root)
+            every = context.config.store.full_every
+            self._base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, every)
+        self._resident = resident
+        await self._make_room(resident, full=self._base is None)
+        await warm
+
+    async def _look(self, processes: list[Process]) -> None:
+        """See what stands against a checkpoint: raises Refused, CudaHostMemory."""
+        context, capsule = self._job.context, self._capsule
         await self._gpus.find(processes)
         gpus = context.config.cuda.driver != "off" and not self._gpus.absent
         findings = preflight.check(processes, capsule.root, gpus=gpus, reconnecting=context.config.engine.reconnecting)
@@ -125,18 +145,6 @@ class LocalParticipant:
         if findings:
             raise Refused(reason=preflight.summary(findings))
         gpu_preflight.check_memory(self._gpus)
-        warm = asyncio.ensure_future(self._gpus.warm())
-        await self._worker.start(run_dir.images, stream.CAPTURE_SOCKET, expendable=self.leave_running)
-        if capsule.node_rank == 0:
-            await self._worker.call("orphans", job=capsule.job, older_than_s=0)
-        resident = resident_bytes([p.pid for p in processes]) + sum(p.bytes for p in self._gpus.processes)
-        if not self._full:
-            catalog = Catalog(context, self._worker, self._job.store_root)
-            every = context.config.store.full_every
-            self._base = await catalog.base(capsule.job, capsule.uid, capsule.node_rank, every)
-        self._resident = resident
-        await self._make_room(resident, full=self._base is None)
-        await warm
 
     @timed
     async def join(self) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpucr_hpc.engine import pagemap
+from gpucr_hpc.engine.copier import Copier
 from gpucr_hpc.errors import ImageError, MemoryUnreadable
 from gpucr_hpc.image.extents import Extent
 from gpucr_hpc.wire import peer_of
@@ -44,6 +45,8 @@ class Bypass:
     """The worker's end of the plugin. peer_uid: who CRIU is."""
 
     peer_uid = 0
+    #: What reads the processes that it knows, instead of their descriptors.
+    copier: Copier | None = None
 
     def __init__(self, directory: Path) -> None:
         path = directory / SOCKET
@@ -79,6 +82,8 @@ class Bypass:
         self._listener.close()
         if self._peer is not None:
             self._peer.close()
+        if self.copier is not None:
+            self.copier.close()
         for process in self._processes.values():
             if process.memory >= 0:
                 os.close(process.memory)
@@ -112,10 +117,11 @@ class Bypass:
         if process is not None:
             process.joined = len(ranges)
         extents, at = [], 0
+        source = self.copier.memory(pid) if self.copier is not None and pid in self.copier.pids else None
         for address, size, ours in runs:
             if ours:
                 assert process is not None
-                extents.append(Extent(process.memory, address, size))
+                extents.append(Extent(source or process.memory, address, size))
             else:
                 extents.append(Extent(rest, at, size))
                 at += size

@@ -20,7 +20,7 @@ from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES, Capsule
 from gpucr_hpc.capsule.processes import Process, namespace_processes
 from gpucr_hpc.capsule.rundir import RunDir
 from gpucr_hpc.config import EngineConfig
-from gpucr_hpc.engine import bypass, criu, large, pagemap
+from gpucr_hpc.engine import bypass, copier, criu, large, pagemap
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
 from gpucr_hpc.errors import DumpFailed
 from gpucr_hpc.faults import Point, reach
@@ -59,6 +59,7 @@ class Dump:
         self._hooks: dict[str, wire.Channel] = {}
         self._arrived = asyncio.Event()
         self._ended: asyncio.Future[tuple[bytes, bytes]] | None = None
+        self._copier = contextlib.AsyncExitStack()
         self._log = run_dir.work / "dump.log"
 
     async def capture(self) -> Frozen:
@@ -72,8 +73,10 @@ class Dump:
         await self._listen()
         env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
         plugins = None
-        pids = [p.pid for p in namespace_processes(capsule.init_pid)] if self._beside else []
-        if await asyncio.to_thread(large.wanted, pids):
+        processes = namespace_processes(capsule.init_pid) if self._beside else []
+        if await asyncio.to_thread(large.wanted, [p.pid for p in processes]):
+            known = {p.nspid: p.pid for p in processes if large.has_some(p.pid)}
+            await self._copier.enter_async_context(copier.started(self._worker, known, write=False))
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(
@@ -104,6 +107,7 @@ class Dump:
             await self._worker.call("cause")  # a full store, say: CRIU only sees its stream break
             raise await self._failure("")
         streams = await self._worker.call("drain", timeout_s=self._config.dump_timeout_s)
+        await self._copier.aclose()
         await self._take_private_files()
         processes = self._check_complete(streams)
         await self._take_injected_pages(processes)
@@ -175,6 +179,7 @@ class Dump:
             channel.close()
 
     async def _close(self) -> None:
+        await self._copier.aclose()
         # The accepted end of a hook's connection belongs to the job's network and would keep it alive.
         for channel in self._hooks.values():
             channel.close()

@@ -1,7 +1,8 @@
 """Writes memory into a restored tree that stands still, with several threads.
 
 Who calls: the worker, on the agent's order in CRIU's hook `post-restore`. What is written is in `fillplan`. The worker
-may not touch the job's processes by itself; it writes through descriptors of /proc/PID/mem that the agent has opened.
+may not touch the job's processes by itself; it writes through gpucr-copier (copier.py), or through descriptors of
+/proc/PID/mem that the agent has opened.
 Pages are charged to the process that has the memory, and lie on the memory node of the thread that writes them first:
 so the threads keep to the nodes of the job's processors.
 """
@@ -9,23 +10,25 @@ so the threads keep to the nodes of the job's processors.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+from gpucr_hpc.engine.copier import SPAN_BYTES, WINDOW_BYTES, Copier
 from gpucr_hpc.engine.fillplan import Part
 from gpucr_hpc.errors import RestoreFailed
 from gpucr_hpc.image.buffers import Buffer
-from gpucr_hpc.image.chunks import CHUNK_BYTES, ChunkKind
+from gpucr_hpc.image.chunks import ChunkKind
 from gpucr_hpc.image.files import default_workers, write_spans
 from gpucr_hpc.image.native import SHORT
 from gpucr_hpc.image.reader import ImageReader
 
-#: A thread takes this much of one process at a time: with less two of them would often be in one huge page.
-SPAN_BYTES = 4 << 20
+#: Writes spans (place in a buffer, address, bytes) to a process: 0, or an error number or SHORT and the address where.
+Put = Callable[[int, Sequence[tuple[int, int, int]]], tuple[int, int]]
 
 _NODES = Path("/sys/devices/system/node")
 
@@ -36,11 +39,13 @@ def fill(
     memories: Mapping[int, int],
     stopped: threading.Event,
     processors: Sequence[int] = (),
+    copier: Copier | None = None,
 ) -> int:
     """Write what of `parts` is not zero; the bytes written. Each thread has a buffer for a span and three
     of a chunk.
 
-    memories: descriptors of /proc/PID/mem by pid inside the namespace. stopped: set by another thread, it ends the
+    memories: descriptors of /proc/PID/mem by pid inside the namespace; copier: what writes instead, if it is there.
+    stopped: set by another thread, it ends the
     fill. processors: those of the job. Raises RestoreFailed when a process is gone or the fill was stopped,
     IntegrityError for a damaged chunk, StoreError: then some of the memory is written.
     """
@@ -52,14 +57,15 @@ def fill(
         if near:
             with contextlib.suppress(OSError):  # none of them is allowed here
                 os.sched_setaffinity(0, near)
-        written, room = 0, Buffer(SPAN_BYTES + CHUNK_BYTES)
+        written = 0
         try:
-            for span in spans:
-                if stopped.is_set():
-                    raise RestoreFailed(reason="the fill of its memory was given up", log="none")
-                if failed.is_set():
-                    break
-                written += _write(reader, span, memories[span.part.pid], room)
+            with _way(copier, memories) as (room, put):
+                for span in spans:
+                    if stopped.is_set():
+                        raise RestoreFailed(reason="the fill of its memory was given up", log="none")
+                    if failed.is_set():
+                        break
+                    written += _write(reader, span, put, room)
         except BaseException:
             failed.set()
             raise
@@ -68,6 +74,17 @@ def fill(
     threads = default_workers()
     with ThreadPoolExecutor(threads, thread_name_prefix="fill") as pool:
         return sum(done.result() for done in [pool.submit(work) for _ in range(threads)])
+
+
+@contextlib.contextmanager
+def _way(copier: Copier | None, memories: Mapping[int, int]) -> Iterator[tuple[Buffer, Put]]:
+    """A buffer, and what writes out of it."""
+    if copier is not None:
+        with copier.lane() as lane:
+            yield lane.buffer, lane.move
+    else:
+        room = Buffer(WINDOW_BYTES)
+        yield room, lambda pid, spans: write_spans(memories[pid], room, spans)
 
 
 class Span(NamedTuple):
@@ -79,7 +96,8 @@ class Span(NamedTuple):
 
 
 class _Spans:
-    """Hands out neighbours, SPAN_BYTES of them and what more the last chunk has; any number of threads may ask."""
+    """Hands out neighbours, SPAN_BYTES of them and what more the last chunk has; any number of threads may ask. With
+    less two threads would often be in one huge page."""
 
     def __init__(self, parts: Sequence[Part], reader: ImageReader) -> None:
         self._lock = threading.Lock()
@@ -108,14 +126,14 @@ def _cut(part: Part, reader: ImageReader) -> Iterator[Span]:
         yield Span(part, numbers, offsets)
 
 
-def _write(reader: ImageReader, span: Span, memory: int, room: Buffer) -> int:
+def _write(reader: ImageReader, span: Span, put: Put, room: Buffer) -> int:
     """Put chunks into their places; their size in bytes."""
     part = span.part
     spans: list[tuple[int, int, int]] = []
     for offset, (at, size) in zip(span.offsets, reader.open_into(part.pages, span.numbers, room), strict=True):
         spans += ((at + begin, address, end - begin) for begin, end, address in part.addresses(offset, size))
-    status, address = write_spans(memory, room, spans)
-    if status == SHORT:
+    status, address = put(part.pid, spans)
+    if status in (SHORT, errno.ESRCH):
         reason = f"process {part.pid} died while its memory was filled; is the job's memory limit too small?"
         raise RestoreFailed(reason=reason, log="none")
     if status:

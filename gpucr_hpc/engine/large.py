@@ -89,6 +89,11 @@ def measure(pids: Iterable[int]) -> Memory:
     return found
 
 
+def has_some(pid: int) -> bool:
+    """Whether a process can have such a mapping at all."""
+    return _anonymous_bytes(pid) >= MAPPING_BYTES
+
+
 def _anonymous_bytes(pid: int) -> int:
     """All anonymous memory of a process; it is known without a walk through its mappings."""
     try:

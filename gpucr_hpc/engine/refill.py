@@ -1,4 +1,4 @@
-"""The agent's side of the fill: descriptors of the memory of the restored processes, for the worker.
+"""The agent's side of the fill: what lets the worker write to the memory of the restored processes.
 
 Who calls: restore, in CRIU's hook `post-restore`. The agent may write to any process's memory, the worker to none.
 """
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from gpucr_hpc.capsule.capsule import Capsule
 from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.engine import copier
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import GpucrError, RestoreFailed
 from gpucr_hpc.log import Log
@@ -45,14 +46,16 @@ class Refill:
     async def _fill(self, pids: Sequence[int]) -> int:
         there = {p.nspid: p.pid for p in namespace_processes(self._capsule.init_pid)}
         with contextlib.ExitStack() as stack:
-            memories, processors = [], set[int]()
+            memories, processors, known = [], set[int](), {}
             for nspid in pids:
                 try:
                     pid = there[nspid]
                     memories.append(os.open(f"/proc/{pid}/mem", os.O_RDWR | os.O_CLOEXEC))
                     stack.callback(os.close, memories[-1])
                     processors |= os.sched_getaffinity(pid)
+                    known[nspid] = pid
                 except (KeyError, OSError) as error:
                     raise RestoreFailed(reason=f"process {nspid} cannot be filled: {error}", log="none") from None
-            written = await self._worker.call("fill", memories, pids=list(pids), processors=sorted(processors))
+            async with copier.started(self._worker, known, write=True, processors=processors):
+                written = await self._worker.call("fill", memories, pids=list(pids), processors=sorted(processors))
         return int(written)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import bypass, fill, fillplan, inspection, pagemap, sharedfiles, stream
+from gpucr_hpc.engine import bypass, copier, fill, fillplan, inspection, pagemap, sharedfiles, stream
 from gpucr_hpc.engine.renumber import renumber
 from gpucr_hpc.engine.worker_files import UserFileVerbs
 from gpucr_hpc.engine.worker_store import StoreVerbs
@@ -53,6 +53,7 @@ class Worker(StoreVerbs, UserFileVerbs):
         self._capture: stream.Capture | None = None
         self._serve: stream.Serve | None = None
         self._parts: list[fillplan.Part] = []
+        self._copier: copier.Copier | None = None
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -147,6 +148,12 @@ class Worker(StoreVerbs, UserFileVerbs):
             raise UsageError(reason=f"checkpoint {checkpoint} was sealed under another site key")
         with self._open_image(job, checkpoint, entry, key) as earlier:
             return Base(earlier, functools.partial(staging.link, checkpoint), staging.remove)
+
+    def do_copier(self, window: int, *sockets: int, pids: list[int]) -> None:
+        """Memory of these processes goes through gpucr-copier until the next drain or fill is done."""
+        self._copier = copier.Copier(window, sockets, pids)
+        if self._memory is not None:
+            self._memory.copier = self._copier
 
     def do_add(self, fd: int, name: str) -> int:
         """Take everything that a pipe gives as one more file of the image; return its size in bytes."""
@@ -274,8 +281,14 @@ class Worker(StoreVerbs, UserFileVerbs):
         processors: those of the job."""
         assert self._reader is not None
         parts, stopped = [part for part in self._parts if part.pid in pids], threading.Event()
-        with self._while_agent_lives(stopped.set):
-            return fill.fill(self._reader, parts, dict(zip(pids, memories, strict=True)), stopped, processors)
+        through, self._copier = self._copier, None
+        try:
+            with self._while_agent_lives(stopped.set):
+                files = dict(zip(pids, memories, strict=True))
+                return fill.fill(self._reader, parts, files, stopped, processors, through)
+        finally:
+            if through is not None:
+                through.close()
 
     def do_cause(self) -> None:
         """Raise what in the image or the store broke the stream, if anything did: CRIU only knows that it broke."""

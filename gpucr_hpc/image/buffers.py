@@ -125,6 +125,13 @@ def copy(source: Buffer, at: int, size: int, target: Buffer, to: int) -> None:
     _memmove(target.address + to, source.address + at, size)
 
 
+def copy_out(source: Buffer, size: int, target: memoryview) -> None:
+    """Copy a buffer's first bytes to the beginning of other memory, which can be written to."""
+    if size > len(target):
+        raise ValueError(f"{size} bytes do not fit into {len(target)}")
+    _memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), source.address, size)
+
+
 def equal(one: Buffer, at: int, other: Buffer, size: int) -> bool:
     """Whether `size` bytes of one from `at` on are those at the beginning of the other."""
     return not _memcmp(one.address + at, other.address, size)

@@ -1,56 +1,73 @@
-"""Bytes that lie in files one after another, at given places: memory of a process in /proc/PID/mem, say.
+"""Bytes that lie elsewhere one after another, at given places: in a file, or in the memory of a process.
 
 Who calls: streams, for what is not in a pipe; parts, which get their bytes from here.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from gpucr_hpc.errors import MemoryUnreadable
 
+#: Reads ranges (position, bytes), one after another, into memory of their size. Raises MemoryUnreadable.
+Read = Callable[[Sequence[tuple[int, int]], memoryview], None]
+
 
 class Extent(NamedTuple):
-    """`size` bytes at `position` of a descriptor that is open for reading; who made it closes it."""
+    """`size` bytes at `position` of a source: a descriptor that is open for reading, which who made it closes, or
+    something that reads."""
 
-    fd: int
+    source: int | Read
     position: int
     size: int
 
 
 class Extents:
-    """A part's bytes. Several threads may read from one descriptor at the same time."""
+    """A part's bytes. Several threads may read from one source at the same time."""
 
     def __init__(self, extents: Iterable[Extent]) -> None:
         self._extents = list(extents)
 
     def empty_into(self, room: memoryview) -> None:
         """Read everything. Raises MemoryUnreadable when something cannot be read."""
-        for fd, position, size in self._extents:
+        for source, some in itertools.groupby(self._extents, operator.attrgetter("source")):
+            ranges = [(extent.position, extent.size) for extent in some]
+            size = sum(length for _, length in ranges)
             target, room = room[:size], room[size:]
-            while target:
-                try:
-                    count = os.preadv(fd, [target], position)
-                except OSError as error:
-                    raise MemoryUnreadable(reason=f"{error.strerror} at {position:#x}") from None
-                if not count:
-                    raise MemoryUnreadable(reason=f"its process has ended, at {position:#x}")
-                target, position = target[count:], position + count
+            if callable(source):
+                source(ranges, target)
+            else:
+                _read(source, ranges, target)
 
     def done(self, *, empty: bool) -> None:
         """Nothing is held."""
+
+
+def _read(fd: int, ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+    for begin, length in ranges:
+        position, end = begin, begin + length
+        while position < end:
+            try:
+                count = os.preadv(fd, [target[: end - position]], position)
+            except OSError as error:
+                raise MemoryUnreadable(reason=f"{error.strerror} at {position:#x}") from None
+            if not count:
+                raise MemoryUnreadable(reason=f"its process has ended, at {position:#x}")
+            target, position = target[count:], position + count
 
 
 def parts(extents: Iterable[Extent], part_bytes: int) -> Iterator[tuple[int, Extents]]:
     """Sizes and sources of the parts of a stream: `part_bytes` each, but for the last one."""
     some: list[Extent] = []
     left = part_bytes
-    for fd, position, size in extents:
+    for source, position, size in extents:
         while size:
             count = min(size, left)
-            some.append(Extent(fd, position, count))
+            some.append(Extent(source, position, count))
             position, size, left = position + count, size - count, left - count
             if not left:
                 yield part_bytes, Extents(some)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule import network
-from gpucr_hpc.engine import large, pagemap, protobuf
+from gpucr_hpc.engine import copier, large, pagemap, protobuf
 from gpucr_hpc.engine.dump import Dump
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.image.keys import DataKey
@@ -47,13 +48,14 @@ def pages(ours: bench.Ours, manifest: Manifest) -> dict[int, dict[int, bytes]]:
 
 
 def difference(one: dict[int, dict[int, bytes]], other: dict[int, dict[int, bytes]]) -> dict[str, Any]:
-    """Pages that only one image has, that differ, and that have other flags."""
+    """Pages that only the first or only the second image has, that differ, and that have other flags."""
     assert one.keys() == other.keys()
-    said = {"pages": 0, "missing": 0, "differ": 0, "flags": 0}
+    said = {"pages": 0, "missing": 0, "new": 0, "differ": 0, "flags": 0}
     for pid, mine in one.items():
         theirs = other[pid]
         said["pages"] += len(mine)
-        said["missing"] += len(mine.keys() ^ theirs.keys())
+        said["missing"] += len(mine.keys() - theirs.keys())
+        said["new"] += len(theirs.keys() - mine.keys())
         both = mine.keys() & theirs.keys()
         said["differ"] += sum(mine[at][1:] != theirs[at][1:] for at in both)
         said["flags"] += sum(mine[at][0] != theirs[at][0] for at in both)
@@ -71,13 +73,23 @@ def beside(yes: bool) -> Iterator[None]:
         large.PROCESSORS, large.LARGE_BYTES = kept
 
 
+@contextlib.contextmanager
+def without_copier() -> Iterator[None]:
+    """As on a node where the program is missing."""
+    kept, copier.PROGRAM = copier.PROGRAM, Path("/nonexistent")
+    try:
+        yield
+    finally:
+        copier.PROGRAM = kept
+
+
 def unreadable(extents: str) -> str:
     """Some memory cannot be read: the reader meets an error half-way."""
-    line = "                try:\n"
+    line = "            target, room = room[:size], room[size:]\n"
     broken = extents.replace(
         line,
-        line + "                    if position >> 32 and next(_countdown) == 40:\n"
-        "                        raise OSError(5, 'Input/output error')\n",
+        line + "            if ranges[0][0] >> 32 and next(_countdown) == 3:\n"
+        "                raise MemoryUnreadable(reason='Input/output error')\n",
     )
     assert broken != extents
     return broken + "\n\nimport itertools\n\n_countdown = itertools.count()\n"
@@ -130,6 +142,10 @@ async def trial() -> None:
             run, manifest = await ours.dump(tree)
             size = {"plain": manifest.bytes_plain, "named": run.notes["beside_bytes"], "peak": run.peak_bytes}
             say("image", difference(pages(ours, by_criu), pages(ours, manifest)) | size)
+            with without_copier():
+                run, other = await ours.dump(tree)
+                size = {"plain": other.bytes_plain, "named": run.notes["beside_bytes"], "peak": run.peak_bytes}
+                say("image, by descriptors", difference(pages(ours, by_criu), pages(ours, other)) | size)
             room, on = await ours.dump(tree, base=by_criu, room_bytes=1 << 30)
             say("references", {"stored": on.bytes_stored, "plain": on.bytes_plain, "freeze_s": room.freeze_s})
             with altered("gpucr_hpc/image/extents.py", unreadable):
@@ -137,6 +153,8 @@ async def trial() -> None:
                 run, _ = await by_criu_alone(tree, ours)
                 say("again", {"named": run.notes["beside_bytes"], "plain": run.notes["plain_bytes"]})
             say("beside", await restored(tree, ours, manifest))
+            with without_copier():
+                say("beside, by descriptors", await restored(tree, ours, other))
             say("beside, references", await restored(tree, ours, on))
 
 

@@ -39,7 +39,7 @@ def test_tree_has_no_more_memory_and_the_same_mappings(cases: dict[str, dict[str
 @pytest.mark.parametrize(
     ("trouble", "error", "text"),
     [
-        ("worker_killed", "HostError", "worker died during 'fill'"),
+        ("worker_killed", "HostError", "the store worker died during"),
         ("task_killed", "RestoreFailed", "cannot be filled"),
         ("task_killed_late", "RestoreFailed", "died while its memory was filled"),
         ("given_up", "CancelledError", ""),

@@ -29,6 +29,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule.capsule import Identity, build
 from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.capsule.rundir import FILES_PLUGIN
 from gpucr_hpc.config import AgentConfig, Config, CudaConfig, EngineConfig, KeysConfig, NetworkConfig, StoreConfig
 from gpucr_hpc.engine import large
 from gpucr_hpc.image import native
@@ -279,12 +280,12 @@ def _requeued(job: str) -> slurm.JobInfo:
 
 def install(tools: Path) -> None:
     """Put the carried programs where the agent looks for them."""
-    for name, source in (("gpucr-init", "gpucr-init"), ("gpucr-hook", "gpucr-init")):
+    for name, source in (("gpucr-init", "gpucr-init"), ("gpucr-hook", "gpucr-init"), ("gpucr-copier", "gpucr-copier")):
         target = Path("/usr/lib/gpucr") / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(tools / "bin" / source, target)
         target.chmod(0o755)
-    for library in (INTERPOSER, large.PLUGIN, native.LIBRARY):
+    for library in (INTERPOSER, FILES_PLUGIN, large.PLUGIN, native.LIBRARY):
         if (tools / "lib" / library.name).exists():
             shutil.copy(tools / "lib" / library.name, library)
             library.chmod(0o755)

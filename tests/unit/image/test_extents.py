@@ -101,7 +101,7 @@ def test_memory_that_is_gone_fails_the_image():
     _, image = begun()
     with scattered(data, []) as extents:
         (extent,) = extents
-        extents.append(Extent(extent.fd, extent.position + extent.size, 4 * CHUNK_BYTES))
+        extents.append(Extent(extent.source, extent.position + extent.size, 4 * CHUNK_BYTES))
         stream = image.stream("pages-1.img", pages=True)
         with contextlib.suppress(MemoryUnreadable):  # the threads may come to it later
             stream.copy_extents(extents)

@@ -1,0 +1,162 @@
+"""Moves memory of processes that stand still: gpucr-copier (spank_plugin/copier.c) and its two users.
+
+Who calls: dump and refill start it (`started`), the worker uses it (`Copier`) in bypass and fill. process_vm_readv
+moves several times as much as /proc/PID/mem, but needs the right to trace, which the worker must not have. Where the
+program is missing, or a process is not known to it, memory goes through /proc/PID/mem.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import mmap
+import os
+import queue
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+
+from gpucr_hpc import proc
+from gpucr_hpc.engine.worker_client import WorkerClient
+from gpucr_hpc.errors import MemoryUnreadable
+from gpucr_hpc.image.buffers import Buffer, copy_out
+from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.files import default_workers
+
+PROGRAM = Path("/usr/lib/gpucr/gpucr-copier")
+#: What a thread writes at a time.
+SPAN_BYTES = 4 << 20
+WINDOW_BYTES = SPAN_BYTES + CHUNK_BYTES
+#: Processes beyond are left to /proc/PID/mem; each costs a descriptor.
+MAX_PROCESSES = 256
+_PIECE_BYTES = 1 << 20  # read at a time: it is copied on while it is in the processor's cache
+_MAX_SPANS = 1024
+_HEAD, _SPAN, _ANSWER = struct.Struct("=II"), struct.Struct("=QQQ"), struct.Struct("=iIQ")
+
+
+@contextlib.asynccontextmanager
+async def started(
+    worker: WorkerClient, pids: Mapping[int, int], *, write: bool, processors: Collection[int] = ()
+) -> AsyncIterator[None]:
+    """Let a worker read or write memory of processes, for the time of the block. pids: by the number inside the
+    namespace, those on the host. processors: on which it works, any by default. Raises HostError when the worker is
+    gone."""
+    if not PROGRAM.is_file() or not pids:
+        yield
+        return
+    async with AsyncExitStack() as stack:
+        with ExitStack() as handed:
+            window = os.memfd_create("copier", os.MFD_CLOEXEC)
+            handed.callback(os.close, window)
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(default_workers())]
+            for end in (end for pair in pairs for end in pair):
+                handed.callback(end.close)
+            os.truncate(window, WINDOW_BYTES * len(pairs))
+            known = {}
+            for nspid, pid in list(pids.items())[:MAX_PROCESSES]:
+                with contextlib.suppress(ProcessLookupError):
+                    known[nspid] = (pid, os.pidfd_open(pid))
+                    handed.callback(os.close, known[nspid][1])
+            theirs = [pair[1].fileno() for pair in pairs]
+            process = await asyncio.create_subprocess_exec(
+                *(str(PROGRAM), "write" if write else "read", str(window), str(WINDOW_BYTES)),
+                ",".join(map(str, sorted(processors))) or "-",
+                ",".join(map(str, theirs)),
+                ",".join(f"{nspid}:{pid}:{pidfd}" for nspid, (pid, pidfd) in known.items()),
+                pass_fds=(window, *theirs, *(pidfd for _, pidfd in known.values())),
+                stdin=asyncio.subprocess.DEVNULL,
+                env=proc.clean_env(),
+                start_new_session=True,
+            )
+            stack.push_async_callback(proc.end, process)
+            await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
+        yield
+
+
+class Lane:
+    """One thread's way to the program. buffer: the bytes that are moved."""
+
+    def __init__(self, sock: socket.socket, buffer: Buffer) -> None:
+        self._sock, self.buffer = sock, buffer
+
+    def move(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+        """Spans (place in the buffer, address, bytes): 0, or an error number and the address where. ESRCH: the process
+        is gone, or the program."""
+        for first in range(0, len(spans), _MAX_SPANS):
+            some = spans[first : first + _MAX_SPANS]
+            try:
+                self._sock.send(_HEAD.pack(nspid, len(some)) + b"".join(_SPAN.pack(*span) for span in some))
+                answer = self._sock.recv(_ANSWER.size)
+            except OSError:
+                answer = b""
+            status, _, address = _ANSWER.unpack(answer) if answer else (errno.ESRCH, 0, some[0][1])
+            if status:
+                return status, address
+        return 0, 0
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+class Copier:
+    """The worker's side. window, sockets: as `started` hands them over, kept. pids: those that it can name."""
+
+    def __init__(self, window: int, sockets: Sequence[int], pids: Collection[int]) -> None:
+        self.pids = frozenset(pids)
+        memory = mmap.mmap(window, WINDOW_BYTES * len(sockets))
+        self._lanes = [
+            Lane(socket.socket(fileno=os.dup(fd)), Buffer(WINDOW_BYTES, memory, number * WINDOW_BYTES))
+            for number, fd in enumerate(sockets)
+        ]
+        self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
+        for lane in self._lanes:
+            self._free.put(lane)
+
+    @contextlib.contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """A lane of one's own, after waiting for one."""
+        lane = self._free.get()
+        try:
+            yield lane
+        finally:
+            self._free.put(lane)
+
+    def memory(self, nspid: int) -> Callable[[Sequence[tuple[int, int]], memoryview], None]:
+        """Reads ranges (address, bytes) of a process, one after another, into memory of their size; raises
+        MemoryUnreadable."""
+
+        def read(ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+            with self.lane() as lane:
+                for spans, size in _pieces(ranges):
+                    status, address = lane.move(nspid, spans)
+                    if status:
+                        raise MemoryUnreadable(reason=f"{os.strerror(status)} at {address:#x}")
+                    copy_out(lane.buffer, size, target)
+                    target = target[size:]
+
+        return read
+
+    def close(self) -> None:
+        """The program ends then. Nobody may be in a lane; twice is fine."""
+        for lane in self._lanes:
+            lane.close()
+
+
+def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, int, int]], int]]:
+    """Ranges as spans of a buffer, _PIECE_BYTES and _MAX_SPANS at most at a time, with their bytes."""
+    spans: list[tuple[int, int, int]] = []
+    at = 0
+    for begin, length in ranges:
+        address, left = begin, length
+        while left:
+            count = min(left, _PIECE_BYTES - at)
+            spans.append((at, address, count))
+            address, left, at = address + count, left - count, at + count
+            if at == _PIECE_BYTES or len(spans) == _MAX_SPANS:
+                yield spans, at
+                spans, at = [], 0
+    if spans:
+        yield spans, at

@@ -1,0 +1,265 @@
+// SPDX-License-Identifier: Apache-2.0
+// gpucr-copier: moves memory of processes that stand still, for the agent's worker, which has no right to touch them.
+//
+//   gpucr-copier read|write WINDOWS BYTES CPUS SOCKETS PROCESSES
+//
+// process_vm_readv and process_vm_writev move several times as much as /proc/PID/mem, and more with each thread, but need
+// the right to trace a process. So this program has it, and nothing else: no file, no other process than those of
+// PROCESSES, and only one of both directions. One thread serves each socket.
+//
+// WINDOWS: descriptor of memory shared with the worker, BYTES for each socket, in the order of SOCKETS. CPUS: processors
+// to keep to, "-" for any. SOCKETS: descriptors (SOCK_SEQPACKET). PROCESSES: NSPID:PID:PIDFD, by the number inside the
+// namespace that the worker names it with. Lists have commas. A request is `struct request`, an answer `struct answer`.
+// It ends when nobody is left at the other ends.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/capability.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "util.h"
+
+enum { MAX_LANES = 64, MAX_SPANS = 1024, BAD_USAGE = 64 };
+
+struct span { // `size` bytes at `at` in the window, at `address` in the process
+	uint64_t at, address, size;
+};
+
+struct request {
+	uint32_t nspid, count;
+	struct span spans[MAX_SPANS];
+};
+
+struct answer { // status: 0, or the error number of the span at `address`; ESRCH: the process is gone
+	int32_t status, unused;
+	uint64_t address;
+};
+
+struct process {
+	uint32_t nspid;
+	pid_t pid;
+	int pidfd;
+};
+
+struct lane {
+	int sock;
+	char *window;
+	struct request request;
+	struct iovec here[MAX_SPANS], there[MAX_SPANS];
+};
+
+static bool writing;
+static size_t window_bytes, process_count;
+static struct process *processes;
+
+static bool has_ended(const struct process *process)
+{
+	struct pollfd ended = { .fd = process->pidfd, .events = POLLIN };
+
+	return poll(&ended, 1, 0) != 0;
+}
+
+static const struct process *find(uint32_t nspid)
+{
+	for (size_t i = 0; i < process_count; i++)
+		if (processes[i].nspid == nspid)
+			return &processes[i];
+	return NULL;
+}
+
+// The number of a process may be another one's as soon as it has been reaped: so its descriptor is asked before and after.
+static void move(struct lane *lane, struct answer *answer)
+{
+	const struct request *request = &lane->request;
+	const struct process *process = find(request->nspid);
+	size_t first = 0, count = request->count;
+
+	if (process == NULL || has_ended(process)) {
+		answer->status = ESRCH;
+		return;
+	}
+	while (first < count) {
+		struct iovec *here = lane->here + first, *there = lane->there + first;
+		ssize_t moved = writing ? process_vm_writev(process->pid, here, count - first, there, count - first, 0) :
+					  process_vm_readv(process->pid, here, count - first, there, count - first, 0);
+
+		if (moved <= 0) {
+			answer->status = moved < 0 ? errno : EFAULT;
+			answer->address = (uintptr_t)there->iov_base;
+			return;
+		}
+		for (size_t left = moved; left > 0;) {
+			here = lane->here + first, there = lane->there + first;
+			size_t part = left < here->iov_len ? left : here->iov_len;
+
+			here->iov_base = (char *)here->iov_base + part;
+			there->iov_base = (char *)there->iov_base + part;
+			here->iov_len -= part, there->iov_len -= part, left -= part;
+			first += here->iov_len == 0;
+		}
+	}
+	if (has_ended(process))
+		answer->status = ESRCH;
+}
+
+// Whether a request of `size` bytes is whole and keeps to the window; the lane's ranges are set then.
+static bool understand(struct lane *lane, size_t size)
+{
+	const struct request *request = &lane->request;
+
+	if (size < offsetof(struct request, spans) || request->count > MAX_SPANS ||
+	    size != offsetof(struct request, spans) + request->count * sizeof(struct span))
+		return false;
+	for (size_t i = 0; i < request->count; i++) {
+		const struct span *span = &request->spans[i];
+
+		if (span->size == 0 || span->size > window_bytes || span->at > window_bytes - span->size)
+			return false;
+		lane->here[i] = (struct iovec){ lane->window + span->at, span->size };
+		lane->there[i] = (struct iovec){ (void *)(uintptr_t)span->address, span->size };
+	}
+	return true;
+}
+
+static void *serve(void *argument)
+{
+	struct lane *lane = argument;
+
+	for (;;) {
+		ssize_t size = recv(lane->sock, &lane->request, sizeof(lane->request), 0);
+		struct answer answer = { 0 };
+
+		if (size < 0 && errno == EINTR)
+			continue;
+		if (size <= 0)
+			break;
+		if (understand(lane, size))
+			move(lane, &answer);
+		else
+			answer.status = EINVAL;
+		if (send(lane->sock, &answer, sizeof(answer), MSG_NOSIGNAL) < 0)
+			break;
+	}
+	close(lane->sock);
+	return NULL;
+}
+
+// The next number of a list, ended by `end` or the text's end; -1 where there is none.
+static long take(char **text, char end)
+{
+	char *rest;
+	long number = strtol(*text, &rest, 10);
+
+	if (rest == *text || number < 0 || (*rest != end && *rest != '\0'))
+		return -1;
+	*text = *rest == '\0' ? rest : rest + 1;
+	return number;
+}
+
+static bool read_processes(char *text)
+{
+	processes = calloc(strlen(text) / 2 + 1, sizeof(*processes));
+	if (processes == NULL)
+		return false;
+	while (*text != '\0') {
+		long nspid = take(&text, ':'), pid = take(&text, ':'), pidfd = take(&text, ',');
+
+		if (nspid <= 0 || pid <= 0 || pidfd < 0)
+			return false;
+		processes[process_count++] = (struct process){ nspid, pid, pidfd };
+	}
+	return true;
+}
+
+// Only a wish: memory that is written first by a thread lies near it.
+static bool keep_to(char *text)
+{
+	cpu_set_t wanted;
+
+	CPU_ZERO(&wanted);
+	if (strcmp(text, "-") == 0)
+		return true;
+	while (*text != '\0') {
+		long number = take(&text, ',');
+
+		if (number < 0)
+			return false;
+		if (number < CPU_SETSIZE)
+			CPU_SET(number, &wanted);
+	}
+	sched_setaffinity(0, sizeof(wanted), &wanted);
+	return true;
+}
+
+static int drop_rights(void)
+{
+	struct __user_cap_header_struct head = { .version = _LINUX_CAPABILITY_VERSION_3 };
+	struct __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3] = {
+		{ .effective = 1u << CAP_SYS_PTRACE, .permitted = 1u << CAP_SYS_PTRACE }
+	};
+
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
+		return -1;
+	return geteuid() == 0 ? syscall(SYS_capset, &head, data) : 0;
+}
+
+int main(int argc, char **argv)
+{
+	static struct lane *lanes[MAX_LANES];
+	pthread_t threads[MAX_LANES];
+	long long fd, bytes;
+	size_t count = 0;
+
+	if (argc != 7 || !parse_number(argv[2], 0, INT32_MAX, &fd) || !parse_number(argv[3], 4096, INT32_MAX, &bytes)) {
+		say("copier: bad arguments");
+		return BAD_USAGE;
+	}
+	writing = strcmp(argv[1], "write") == 0;
+	window_bytes = bytes;
+	if ((!writing && strcmp(argv[1], "read") != 0) || !keep_to(argv[4]) || !read_processes(argv[6])) {
+		say("copier: bad arguments");
+		return BAD_USAGE;
+	}
+	for (char *text = argv[5]; *text != '\0'; count++) {
+		long sock = take(&text, ',');
+
+		if (sock < 0 || count == MAX_LANES) {
+			say("copier: bad sockets");
+			return BAD_USAGE;
+		}
+		struct lane *lane = lanes[count] = calloc(1, sizeof(*lane));
+
+		if (lane == NULL)
+			return 1;
+		lane->sock = sock;
+		lane->window = mmap(NULL, window_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, count * window_bytes);
+		if (lane->window == MAP_FAILED) {
+			say("copier: no window: %s", strerror(errno));
+			return 1;
+		}
+	}
+	if (drop_rights() < 0) {
+		say("copier: cannot drop rights: %s", strerror(errno));
+		return 1;
+	}
+	for (size_t i = 0; i < count; i++)
+		if (pthread_create(&threads[i], NULL, serve, lanes[i]) != 0) {
+			say("copier: no thread");
+			return 1;
+		}
+	for (size_t i = 0; i < count; i++)
+		pthread_join(threads[i], NULL);
+	return 0;
+}
