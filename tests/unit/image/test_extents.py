@@ -67,7 +67,7 @@ def test_parts_are_whole_but_for_the_last(places, chunks):
     for extent in filter(lambda extent: extent.size, extents):
         left, place = extent.size, extent.position
         while left:
-            assert (flat[at].fd, flat[at].position) == (3, place)
+            assert (flat[at].source, flat[at].position) == (3, place)
             place, left, at = place + flat[at].size, left - flat[at].size, at + 1
     assert at == len(flat)
 
