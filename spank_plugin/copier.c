@@ -7,7 +7,8 @@
 // the right to trace a process. So this program has it, and nothing else: no file, no other process than those of
 // PROCESSES, and only one of both directions. One thread serves each socket.
 //
-// WINDOWS: descriptor of memory shared with the worker, BYTES for each socket, in the order of SOCKETS. CPUS: processors
+// WINDOWS: descriptor of memory shared with the worker, BYTES for each socket, in the order of SOCKETS, then a page with the
+// bytes that each has moved, in 64 bits. CPUS: processors
 // to keep to, "-" for any. SOCKETS: descriptors (SOCK_SEQPACKET). PROCESSES: NSPID:PID:PIDFD, by the number inside the
 // namespace that the worker names it with. Lists have commas. A request is `struct request`, an answer `struct answer`.
 // It ends when nobody is left at the other ends.
@@ -56,6 +57,7 @@ struct process {
 struct lane {
 	int sock;
 	char *window;
+	volatile uint64_t *moved;
 	struct request request;
 	struct iovec here[MAX_SPANS], there[MAX_SPANS];
 };
@@ -100,6 +102,7 @@ static void move(struct lane *lane, struct answer *answer)
 			answer->address = (uintptr_t)there->iov_base;
 			return;
 		}
+		*lane->moved += moved;
 		for (size_t left = moved; left > 0;) {
 			here = lane->here + first, there = lane->there + first;
 			size_t part = left < here->iov_len ? left : here->iov_len;
@@ -239,16 +242,20 @@ int main(int argc, char **argv)
 			say("copier: bad sockets");
 			return BAD_USAGE;
 		}
-		struct lane *lane = lanes[count] = calloc(1, sizeof(*lane));
+		lanes[count] = calloc(1, sizeof(*lanes[count]));
+		if (lanes[count] == NULL)
+			return 1;
+		lanes[count]->sock = sock;
+	}
+	char *windows = mmap(NULL, count * window_bytes + getpagesize(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
 
-		if (lane == NULL)
-			return 1;
-		lane->sock = sock;
-		lane->window = mmap(NULL, window_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, count * window_bytes);
-		if (lane->window == MAP_FAILED) {
-			say("copier: no window: %s", strerror(errno));
-			return 1;
-		}
+	if (windows == MAP_FAILED) {
+		say("copier: no windows: %s", strerror(errno));
+		return 1;
+	}
+	for (size_t i = 0; i < count; i++) {
+		lanes[i]->window = windows + i * window_bytes;
+		lanes[i]->moved = (uint64_t *)(windows + count * window_bytes) + i;
 	}
 	if (drop_rights() < 0) {
 		say("copier: cannot drop rights: %s", strerror(errno));

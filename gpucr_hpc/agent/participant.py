@@ -15,7 +15,7 @@ from gpucr_hpc.agent.phase import Phase
 from gpucr_hpc.capsule import network
 from gpucr_hpc.capsule.capsule import PRIVATE_DIRECTORIES
 from gpucr_hpc.capsule.processes import Process, namespace_processes
-from gpucr_hpc.engine import preflight, sockets, stream, summary
+from gpucr_hpc.engine import early, large, preflight, sockets, stream, summary
 from gpucr_hpc.engine.cuda import preflight as gpu_preflight
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.dump import Dump, Frozen, add_bytes, remove_link_remaps
@@ -227,7 +227,8 @@ class LocalParticipant:
     @timed
     async def capture(self) -> None:
         job, context = self._job, self._job.context
-        await self._gpus.checkpoint()
+        async with early.sealing(self._worker, self._seal_early()):
+            await self._gpus.checkpoint()
         processes = namespace_processes(self._capsule.init_pid)
         self._gpus.verify(processes)
         hung_up = await asyncio.to_thread(
@@ -236,6 +237,8 @@ class LocalParticipant:
         if hung_up:
             log.info("hung up, clients connect anew", job=job.job, services=",".join(sorted(set(hung_up))))
         self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
+        if job.dumping is not None:
+            job.dumping.beside_bytes = lambda: self._dump.beside_bytes() if self._dump is not None else 0
         try:
             frozen: Frozen = await self._dump.capture()
         except MemoryUnreadable:
@@ -270,6 +273,14 @@ class LocalParticipant:
         self.frozen_at = frozen.frozen_at
         if not self.leave_running:
             await self._seal()
+
+    def _seal_early(self) -> dict[int, int]:
+        """Processes whose memory is worth sealing while the driver fills it. Not of a job that goes on: it stands still
+        for the driver's copy, and is sealed when it runs."""
+        size = sum(p.bytes for p in self._gpus.processes)
+        if self.leave_running or not self._job.beside or size < large.LARGE_BYTES or not early.possible():
+            return {}
+        return {p.nspid: p.pid for p in self._gpus.processes}
 
     @timed
     async def resume(self) -> None:

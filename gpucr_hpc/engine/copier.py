@@ -24,6 +24,7 @@ from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import MemoryUnreadable
 from gpucr_hpc.image.buffers import Buffer, copy_out
 from gpucr_hpc.image.chunks import CHUNK_BYTES
+from gpucr_hpc.image.extents import Read
 from gpucr_hpc.image.files import default_workers
 
 PROGRAM = Path("/usr/lib/gpucr/gpucr-copier")
@@ -34,27 +35,30 @@ WINDOW_BYTES = SPAN_BYTES + CHUNK_BYTES
 MAX_PROCESSES = 256
 _PIECE_BYTES = 1 << 20  # read at a time: it is copied on while it is in the processor's cache
 _MAX_SPANS = 1024
-_HEAD, _SPAN, _ANSWER = struct.Struct("=II"), struct.Struct("=QQQ"), struct.Struct("=iIQ")
+_MAX_WRITERS = 12  # of 22 GB on 16 processors 8 threads took 2.27 s, 12 1.95 s, 15 1.87 s
+_HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=II", "=QQQ", "=iIQ", "=Q"))
 
 
 @contextlib.asynccontextmanager
 async def started(
     worker: WorkerClient, pids: Mapping[int, int], *, write: bool, processors: Collection[int] = ()
-) -> AsyncIterator[None]:
-    """Let a worker read or write memory of processes, for the time of the block. pids: by the number inside the
-    namespace, those on the host. processors: on which it works, any by default. Raises HostError when the worker is
-    gone."""
+) -> AsyncIterator[Callable[[], int]]:
+    """Let a worker read or write memory of processes, for the time of the block; yields what tells the bytes so far.
+    pids: by the number inside the namespace, those on the host. processors: on which it works, any by default. Raises
+    HostError when the worker is gone."""
     if not PROGRAM.is_file() or not pids:
-        yield
+        yield lambda: 0
         return
     async with AsyncExitStack() as stack:
         with ExitStack() as handed:
             window = os.memfd_create("copier", os.MFD_CLOEXEC)
             handed.callback(os.close, window)
-            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(default_workers())]
+            lanes = default_workers(_MAX_WRITERS) if write else default_workers()
+            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
             for end in (end for pair in pairs for end in pair):
                 handed.callback(end.close)
-            os.truncate(window, WINDOW_BYTES * len(pairs))
+            os.truncate(window, WINDOW_BYTES * len(pairs) + mmap.PAGESIZE)
+            counts = mmap.mmap(window, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=WINDOW_BYTES * len(pairs))
             known = {}
             for nspid, pid in list(pids.items())[:MAX_PROCESSES]:
                 with contextlib.suppress(ProcessLookupError):
@@ -73,7 +77,7 @@ async def started(
             )
             stack.push_async_callback(proc.end, process)
             await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
-        yield
+        yield lambda: sum(count for (count,) in _COUNT.iter_unpack(counts))
 
 
 class Lane:
@@ -102,10 +106,11 @@ class Lane:
 
 
 class Copier:
-    """The worker's side. window, sockets: as `started` hands them over, kept. pids: those that it can name."""
+    """The worker's side. window, sockets: as `started` hands them over. pids: those that it can name. lanes: how many
+    threads may move something at the same time."""
 
     def __init__(self, window: int, sockets: Sequence[int], pids: Collection[int]) -> None:
-        self.pids = frozenset(pids)
+        self.pids, self.lanes = frozenset(pids), len(sockets)
         memory = mmap.mmap(window, WINDOW_BYTES * len(sockets))
         self._lanes = [
             Lane(socket.socket(fileno=os.dup(fd)), Buffer(WINDOW_BYTES, memory, number * WINDOW_BYTES))
@@ -124,7 +129,7 @@ class Copier:
         finally:
             self._free.put(lane)
 
-    def memory(self, nspid: int) -> Callable[[Sequence[tuple[int, int]], memoryview], None]:
+    def memory(self, nspid: int) -> Read:
         """Reads ranges (address, bytes) of a process, one after another, into memory of their size; raises
         MemoryUnreadable."""
 
@@ -143,6 +148,18 @@ class Copier:
         """The program ends then. Nobody may be in a lane; twice is fine."""
         for lane in self._lanes:
             lane.close()
+
+
+def or_zeros(read: Read) -> Read:
+    """As `read`, but what cannot be read is zero: of a process that runs, memory may be gone in any moment."""
+
+    def forgiving(ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+        try:
+            read(ranges, target)
+        except MemoryUnreadable:
+            target[:] = bytes(len(target))
+
+    return forgiving
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, int, int]], int]]:

@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,8 @@ class Frozen:
 
 
 class Dump:
-    """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`."""
+    """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`. beside_bytes: tells how much
+    memory gpucr-copier has read for it so far."""
 
     def __init__(
         self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig, *, beside: bool = True
@@ -60,6 +62,7 @@ class Dump:
         self._arrived = asyncio.Event()
         self._ended: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._copier = contextlib.AsyncExitStack()
+        self.beside_bytes: Callable[[], int] = lambda: 0
         self._log = run_dir.work / "dump.log"
 
     async def capture(self) -> Frozen:
@@ -76,7 +79,7 @@ class Dump:
         processes = namespace_processes(capsule.init_pid) if self._beside else []
         if await asyncio.to_thread(large.wanted, [p.pid for p in processes]):
             known = {p.nspid: p.pid for p in processes if large.has_some(p.pid)}
-            await self._copier.enter_async_context(copier.started(self._worker, known, write=False))
+            self.beside_bytes = await self._copier.enter_async_context(copier.started(self._worker, known, write=False))
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(

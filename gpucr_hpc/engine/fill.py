@@ -71,7 +71,7 @@ def fill(
             raise
         return written
 
-    threads = default_workers()
+    threads = copier.lanes if copier is not None else default_workers()
     with ThreadPoolExecutor(threads, thread_name_prefix="fill") as pool:
         return sum(done.result() for done in [pool.submit(work) for _ in range(threads)])
 

@@ -31,6 +31,7 @@ _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ (\d+) *(.*)")
 _SCAN = 0xC0606610
 _QUESTION = struct.Struct("12Q")
 _PRESENT = 1 << 3
+_RANGES = 512  # of one answer, at most
 _PAGE_BYTES = 4096
 
 
@@ -49,9 +50,14 @@ class Memory:
 
 def wanted(pids: Sequence[int]) -> bool:
     """Whether the memory of these processes is to be read beside CRIU, and can be."""
-    if len(os.sched_getaffinity(0)) < PROCESSORS or not PLUGIN.is_file() or not kernel_names_pages():
+    if not has_processors() or not PLUGIN.is_file() or not kernel_names_pages():
         return False
     return sum(map(_anonymous_bytes, pids)) >= LARGE_BYTES and measure(pids).is_worth_it
+
+
+def has_processors() -> bool:
+    """Whether several threads may read beside those that seal."""
+    return len(os.sched_getaffinity(0)) >= PROCESSORS
 
 
 def plugin_folder(work: Path) -> Path:
@@ -65,16 +71,28 @@ def plugin_folder(work: Path) -> Path:
 
 def kernel_names_pages() -> bool:
     """Whether CRIU asks this kernel for pages in the way that its plugin answers (PAGEMAP_SCAN, Linux 6.7)."""
-    answer = array.array("Q", [0, 0, 0])
-    at, _ = answer.buffer_info()
-    page = at // _PAGE_BYTES * _PAGE_BYTES
-    asked = (_QUESTION.size, 0, page, page + _PAGE_BYTES, 0, at, 1, 0, 0, 0, _PRESENT, _PRESENT)
+    page = array.array("Q", [0]).buffer_info()[0] // _PAGE_BYTES * _PAGE_BYTES
     try:
         with open("/proc/self/pagemap", "rb") as file:
-            fcntl.ioctl(file, _SCAN, bytearray(_QUESTION.pack(*asked)))
+            present_pages(file.fileno(), page, page + _PAGE_BYTES)
             return True
     except OSError:
         return False
+
+
+def present_pages(pagemap: int, begin: int, end: int) -> list[tuple[int, int]]:
+    """Ranges of pages in memory, in order. pagemap: descriptor of /proc/PID/pagemap. Raises OSError."""
+    found: list[tuple[int, int]] = []
+    answer = array.array("Q", bytes(_RANGES * 3 * 8))
+    address, _ = answer.buffer_info()
+    while begin < end:
+        asked = (_QUESTION.size, 0, begin, end, 0, address, _RANGES, 0, 0, 0, _PRESENT, _PRESENT)
+        count = fcntl.ioctl(pagemap, _SCAN, bytearray(_QUESTION.pack(*asked)))
+        found += [(answer[3 * number], answer[3 * number + 1]) for number in range(count)]
+        if count < _RANGES:
+            break
+        begin = found[-1][1]  # its word on where it stopped is not relied on (docs/architecture.md)
+    return found
 
 
 def measure(pids: Iterable[int]) -> Memory:
@@ -114,11 +132,25 @@ def _add(found: Memory, smaps: Iterable[str]) -> None:
             else:
                 found.rest += size
         elif (head := _HEAD.match(line)) is not None:
-            begin, end, mode, inode, path = head.groups()
-            large = (
-                int(end, 16) - int(begin, 16) >= MAPPING_BYTES
-                and mode[:2] == "rw"
-                and mode[3] == "p"
-                and inode == "0"
-                and (not path or path == "[heap]" or path.startswith("[anon:"))
-            )
+            place = _anonymous(head)
+            large = place is not None and place[1] - place[0] >= MAPPING_BYTES
+
+
+def anonymous_mappings(maps: Iterable[str]) -> list[tuple[int, int]]:
+    """Private anonymous memory that can be read and written, of /proc/PID/maps; neighbours are one."""
+    found: list[tuple[int, int]] = []
+    for line in maps:
+        head = _HEAD.match(line)
+        place = _anonymous(head) if head is not None else None
+        if place is not None and found and found[-1][1] == place[0]:
+            found[-1] = (found[-1][0], place[1])
+        elif place is not None:
+            found.append(place)
+    return found
+
+
+def _anonymous(head: re.Match[str]) -> tuple[int, int] | None:
+    """Begin and end of a mapping of that kind."""
+    begin, end, mode, inode, path = head.groups()
+    plain = not path or path == "[heap]" or path.startswith("[anon:")
+    return (int(begin, 16), int(end, 16)) if mode[:2] == "rw" and mode[3] == "p" and inode == "0" and plain else None

@@ -27,6 +27,7 @@ from gpucr_hpc.engine.worker_files import UserFileVerbs
 from gpucr_hpc.engine.worker_store import StoreVerbs
 from gpucr_hpc.errors import GpucrError, ImageError, IntegrityError, UsageError
 from gpucr_hpc.image.base import Base
+from gpucr_hpc.image.extents import Extent
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
 from gpucr_hpc.image.writer import ImageWriter
@@ -54,6 +55,7 @@ class Worker(StoreVerbs, UserFileVerbs):
         self._serve: stream.Serve | None = None
         self._parts: list[fillplan.Part] = []
         self._copier: copier.Copier | None = None
+        self._early = 0  # streams of memory that was read before the freeze
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -150,10 +152,22 @@ class Worker(StoreVerbs, UserFileVerbs):
             return Base(earlier, functools.partial(staging.link, checkpoint), staging.remove)
 
     def do_copier(self, window: int, *sockets: int, pids: list[int]) -> None:
-        """Memory of these processes goes through gpucr-copier until the next drain or fill is done."""
+        """Memory of these processes goes through gpucr-copier until the next drain or fill, or one more of it."""
+        if self._copier is not None:
+            self._copier.close()
         self._copier = copier.Copier(window, sockets, pids)
         if self._memory is not None:
             self._memory.copier = self._copier
+
+    def do_early(self, pid: int, ranges: list[tuple[int, int]]) -> None:
+        """Seal memory (begin and end) of a process that runs on; what of it does not change is not sealed again. pid:
+        inside the namespace. When this returns it has been read."""
+        assert self._writer is not None
+        assert self._copier is not None
+        read = copier.or_zeros(self._copier.memory(pid))
+        self._early += 1
+        with self._writer.stream(f"early-{self._early}.img", pages=True, early=True) as file:
+            file.copy_extents(Extent(read, begin, end - begin) for begin, end in ranges)
 
     def do_add(self, fd: int, name: str) -> int:
         """Take everything that a pipe gives as one more file of the image; return its size in bytes."""

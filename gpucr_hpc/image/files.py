@@ -30,9 +30,9 @@ _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
-def default_workers() -> int:
-    """Threads that work on chunks: the cores this process may use, 2 to 8."""
-    return max(2, min(_MAX_WORKERS, len(os.sched_getaffinity(0))))
+def default_workers(most: int = _MAX_WORKERS) -> int:
+    """Threads that work on chunks: the cores this process may use, 2 to `most`."""
+    return max(2, min(most, len(os.sched_getaffinity(0))))
 
 
 def widen_pipe(fd: int, size_bytes: int = PIPE_BYTES) -> int:

@@ -24,10 +24,11 @@ _EMPTY_RECORD = bytes(layout.RECORD.size)
 
 
 class StreamWriter:
-    """One stream of an image; used by one thread at a time. pages: it holds memory, page by page."""
+    """One stream of an image; used by one thread at a time. pages: it holds memory, page by page. early: see
+    ImageWriter.stream."""
 
-    def __init__(self, means: Means, crew: Crew, name: str, pages: bool) -> None:
-        self.name = name
+    def __init__(self, means: Means, crew: Crew, name: str, pages: bool, early: bool) -> None:
+        self.name, self.early = name, early
         self.size_bytes = 0
         self.closed = False
         self._means, self._crew, self._pages = means, crew, pages
@@ -188,3 +189,8 @@ class StreamWriter:
             offset, stored, plain, pack, source, kind, tag, name = record
             records += layout.RECORD.pack(offset, stored, plain, pack, numbers.get(source, 0), kind, tag, name)
         self.records = records
+
+    def keep_only(self, records: bytes) -> None:
+        """These are all that it holds; no chunk is on its way any more."""
+        self.records = bytearray(records)
+        self.size_bytes = sum(record[2] for record in layout.RECORD.iter_unpack(records))

@@ -20,7 +20,7 @@ from gpucr_hpc.errors import GpucrError, ImageError, UsageError
 from gpucr_hpc.image import layout
 from gpucr_hpc.image.base import Base, Kept
 from gpucr_hpc.image.buffers import Pool
-from gpucr_hpc.image.chunks import CHUNK_BYTES, INDEX_PACK, MAX_IMAGES, Origin, nonce
+from gpucr_hpc.image.chunks import CHUNK_BYTES, INDEX_PACK, MAX_IMAGES, ChunkKind, Origin, nonce
 from gpucr_hpc.image.crew import Crew
 from gpucr_hpc.image.files import default_workers
 from gpucr_hpc.image.keys import KEY_BYTES, DataKey
@@ -91,22 +91,25 @@ class ImageWriter:
     @property
     def bytes_plain(self) -> int:
         """Plain bytes taken so far, from any thread."""
-        return sum(stream.size_bytes for stream in list(self._streams.values()))
+        return sum(stream.size_bytes for stream in list(self._streams.values()) if self._ended or not stream.early)
 
     @property
     def bytes_stored(self) -> int:
         """Bytes written so far."""
         return self._packs.bytes_stored
 
-    def stream(self, name: str, *, pages: bool = False) -> StreamWriter:
+    def stream(self, name: str, *, pages: bool = False, early: bool = False) -> StreamWriter:
         """A new stream, from any thread; pages: it holds memory, page by page. Raises UsageError for a bad or repeated
-        name."""
+        name.
+
+        early: its content is expected to come again in other streams; of it only chunks remain that did not.
+        """
         check_object_name(name)
         with self._lock:
             self._check()
             if name in self._streams:
                 raise UsageError(reason=f"stream {name!r} is there already")
-            writer = StreamWriter(self._means, self._crew, name, pages)
+            writer = StreamWriter(self._means, self._crew, name, pages, early)
             self._streams[name] = writer
         return writer
 
@@ -125,6 +128,7 @@ class ImageWriter:
         self._means.relay.close()
         try:
             self._means.check()
+            self._settle_early()
             sources = self._settle_sources()
             index = self._write_index([each.key for each in sources])
             self._packs.sync()
@@ -171,6 +175,28 @@ class ImageWriter:
 
     def _header(self, magic: bytes, number: int) -> bytes:
         return layout.header(magic, self._checkpoint, self._rank, number, self._salt)
+
+    def _settle_early(self) -> None:
+        """Early streams keep what no other stream has: each place of a pack belongs to a chunk of the index."""
+        early = [stream for stream in self._streams.values() if stream.early]
+        if not early:
+            return
+        used = set()
+        for stream in self._streams.values():
+            for record in layout.RECORD.iter_unpack(b"" if stream.early else stream.records):
+                offset, _, _, pack, source, _, _, _ = record
+                if not source:
+                    used.add((pack, offset))
+        for stream in early:
+            rest = bytearray()
+            for record in layout.RECORD.iter_unpack(stream.records):
+                offset, _, _, pack, source, kind, _, _ = record
+                if kind != ChunkKind.ZERO and not source and (pack, offset) not in used:
+                    used.add((pack, offset))
+                    rest += layout.RECORD.pack(*record)
+            stream.keep_only(bytes(rest))
+            if not rest:
+                del self._streams[stream.name]
 
     def _settle_sources(self) -> list[Kept]:
         """The sources that are referred to, numbered anew in all records."""

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpucr_hpc.capsule import network
-from gpucr_hpc.engine import copier, large, pagemap, protobuf
-from gpucr_hpc.engine.dump import Dump
+from gpucr_hpc.capsule.processes import namespace_processes
+from gpucr_hpc.engine import copier, early, large, pagemap, protobuf
+from gpucr_hpc.engine.dump import Dump, Frozen
 from gpucr_hpc.errors import GpucrError
 from gpucr_hpc.image.keys import DataKey
 from gpucr_hpc.image.reader import ImageReader
@@ -131,6 +132,34 @@ async def by_criu_alone(tree: Tree, ours: bench.Ours) -> tuple[image_tree.Run, M
         bench.Dump = kept  # type: ignore[misc]
 
 
+class EarlyDump(Dump):
+    """A dump before which memory is sealed while the tree runs and changes it: all that there is, as if a GPU's driver
+    had just made it."""
+
+    async def capture(self) -> Frozen:
+        processes = [p for p in namespace_processes(self._capsule.init_pid) if p.name == "python3"]
+        growing = [early.Growing(p.nspid, p.pid) for p in processes]
+        async with copier.started(self._worker, {p.nspid: p.pid for p in processes}, write=False):
+            for process in growing:
+                process._old = []
+                assert process.settled() == []
+                while ranges := process.settled():
+                    await self._worker.call("early", pid=process.nspid, ranges=ranges)
+        stored = (await self._worker.call("progress"))["bytes_stored"]
+        frozen = await super().capture()
+        say("sealed early", {"stored": stored, "then": (await self._worker.call("progress"))["bytes_stored"] - stored})
+        return frozen
+
+
+async def sealed_early(tree: Tree, ours: bench.Ours) -> Manifest:
+    kept = bench.Dump
+    bench.Dump = EarlyDump  # type: ignore[misc]
+    try:
+        return (await ours.dump(tree))[1]
+    finally:
+        bench.Dump = kept  # type: ignore[misc]
+
+
 async def trial() -> None:
     """All dumps, and restores of those that succeed."""
     async with standing() as (tree, ours):
@@ -152,7 +181,9 @@ async def trial() -> None:
                 say("unreadable", await fails(tree, ours))
                 run, _ = await by_criu_alone(tree, ours)
                 say("again", {"named": run.notes["beside_bytes"], "plain": run.notes["plain_bytes"]})
+            soon = await sealed_early(tree, ours)
             say("beside", await restored(tree, ours, manifest))
+            say("early", await restored(tree, ours, soon))
             with without_copier():
                 say("beside, by descriptors", await restored(tree, ours, other))
             say("beside, references", await restored(tree, ours, on))

@@ -34,7 +34,7 @@ def test_large_memory_went_beside_criu(cases: dict[str, dict[str, Any]], way: st
     assert cases["by criu"]["named"] == 0
 
 
-@pytest.mark.parametrize("way", ["beside", "beside, references", "beside, by descriptors"])
+@pytest.mark.parametrize("way", ["beside", "beside, references", "beside, by descriptors", "early"])
 def test_memory_is_the_same(cases: dict[str, dict[str, Any]], way: str) -> None:
     """Of every kind, in both processes; also of a job that went on, and of an image that refers to one of CRIU."""
     assert len(cases["before"]["sums"]) == 2
@@ -45,6 +45,13 @@ def test_memory_is_the_same(cases: dict[str, dict[str, Any]], way: str) -> None:
 def test_chunks_are_those_of_the_other_way(cases: dict[str, dict[str, Any]]) -> None:
     """An image of one way refers to memory in one of the other: little of it is stored again."""
     assert cases["references"]["stored"] < cases["references"]["plain"] // 10
+
+
+def test_what_was_sealed_early_is_not_sealed_again(cases: dict[str, dict[str, Any]]) -> None:
+    """Although the tree runs on and changes some of it."""
+    found = cases["sealed early"]
+    assert found["stored"] > 32 << 20
+    assert found["then"] < cases["image"]["plain"] - found["stored"]
 
 
 def test_job_runs_on_when_memory_cannot_be_read(cases: dict[str, dict[str, Any]]) -> None:

@@ -1,0 +1,110 @@
+"""What memory of a process is ready to be sealed while it still gets more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpucr_hpc.engine import early, large
+
+MIB = 1 << 20
+
+# On each line of its input it fills so many MiB more of a mapping that it makes at the second line.
+_PROGRAM = """
+import mmap, sys
+old = mmap.mmap(-1, 80 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+old[:] = b"o" * len(old)
+at, new = 0, None
+sys.stdin.readline()
+print("ready", flush=True)
+for line in sys.stdin:
+    if new is None:
+        new = mmap.mmap(-1, 900 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for _ in range(int(line)):
+        new[at : at + (1 << 20)] = b"n" * (1 << 20)
+        at += 1 << 20
+    print(at, flush=True)
+"""
+
+
+@pytest.fixture
+def program() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        yield child
+        child.kill()
+
+
+def tell(child: subprocess.Popen[str], line: object) -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(f"{line}\n")
+    child.stdin.flush()
+    return child.stdout.readline().strip()
+
+
+def size(ranges: list[early.Range]) -> int:
+    return sum(end - begin for begin, end in ranges)
+
+
+def test_new_memory_is_named_once_and_at_the_second_look(program):
+    if not large.kernel_names_pages():
+        pytest.skip("the kernel has no PAGEMAP_SCAN")
+    assert tell(program, "begin") == "ready"
+    growing = early.Growing(1, program.pid)
+    assert growing.settled() == []
+    tell(program, 600)
+    assert growing.settled() == [], "it may still be written to"
+    first = growing.settled()
+    assert size(first) == early._MOST_BYTES
+    second = growing.settled()
+    assert 600 * MIB - size(first) - size(second) < early._LEAST_BYTES
+    assert early.common(first, second) == []
+    assert growing.settled() == [], "nothing is named twice, nor what was there before"
+    tell(program, 30)
+    growing.settled()
+    assert abs(size(growing.settled()) - 30 * MIB) < early._LEAST_BYTES
+    program.kill()
+    os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+    assert growing.settled() == []
+    program.wait()
+    assert growing.settled() == []
+
+
+def test_mappings_are_those_that_can_be_read_beside():
+    lines = [
+        "1000-3000 rw-p 00000000 00:00 0 ",
+        "3000-5000 rw-p 00000000 00:00 0 [heap]",
+        "6000-7000 rw-p 00000000 00:00 0 [anon:x]",
+        "8000-9000 r--p 00000000 00:00 0 ",
+        "9000-a000 rw-s 00000000 00:00 0 ",
+        "a000-b000 rw-p 00000000 08:01 77 /lib/x",
+        "b000-c000 rw-p 00000000 00:00 0 [stack]",
+        "c000-d000 ---p 00000000 00:00 0 ",
+    ]
+    assert large.anonymous_mappings(lines) == [(0x1000, 0x5000), (0x6000, 0x7000)]
+
+
+_RANGES = st.lists(st.integers(0, 60), max_size=12, unique=True).map(
+    lambda ends: list(zip(*[iter(sorted(ends)[: len(ends) // 2 * 2])] * 2, strict=True))
+)
+
+
+def points(ranges: list[early.Range]) -> set[int]:
+    return {point for begin, end in ranges for point in range(begin, end)}
+
+
+@given(_RANGES, _RANGES)
+def test_ranges_are_sets(some, others):
+    assert points(early.common(some, others)) == points(some) & points(others)
+    assert points(early.minus(some, others)) == points(some) - points(others)
+    for found in (early.common(some, others), early.minus(some, others)):
+        assert found == sorted(found)
+        assert all(begin < end for begin, end in found)
