@@ -3,13 +3,14 @@
 Who calls: the participant, around the driver's copy. That takes seconds in which one processor is at work. What it has
 written is read and put into the image as chunks of streams of their own; when the tree is frozen all memory is read
 again, and chunks that are as they were are found by their ids and not stored twice. So nothing depends on when the
-driver has done with a page: one that was read too early costs space (docs/format.md, "early").
+driver has done with a page: one that was read too early costs space (docs/format.md, section 2.4).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
@@ -22,7 +23,9 @@ from gpucr_hpc.log import Log
 _MAPPING_BYTES = 64 << 20
 #: Taken at a time, and not fewer than so many, since each end of what is taken ends a chunk.
 _MOST_BYTES, _LEAST_BYTES = 512 << 20, 8 << 20
-_PAUSE_S = 0.2
+_PIECE_BYTES, _SAMPLE_BYTES = 2 << 20, 4096
+_ZEROS = bytes(_SAMPLE_BYTES)
+_PAUSE_S = 0.05
 
 Range = tuple[int, int]  # begin and end
 
@@ -69,32 +72,45 @@ async def _follow(worker: WorkerClient, growing: Sequence[Growing], stopped: asy
 
 
 class Growing:
-    """Large anonymous memory that a process has got since this was made."""
+    """Large anonymous memory that a process has got since this was made, and what of it has content.
+
+    The driver first makes all memory, which is zero then, and fills it afterwards. So pieces are taken whose end was
+    not zero at the last look; those that stay zero cost nothing later either.
+    """
 
     def __init__(self, nspid: int, pid: int) -> None:
         self.nspid, self._pid = nspid, pid
         self._old = self._mappings()
-        self._seen: list[Range] = []
-        self._taken: list[Range] = []
+        self._filled: list[Range] = []
+        self._named: list[Range] = []
 
     def settled(self) -> list[Range]:
-        """Pages that were there at the last call, too, and were not named yet; nothing of a process that is gone."""
+        """What had content at the last call, each time something else; nothing of a process that is gone."""
+        found, self._filled = self._filled, []
+        self._named = joined([*self._named, *found])
         try:
-            with open(f"/proc/{self._pid}/pagemap", "rb") as pagemap:
+            with (
+                open(f"/proc/{self._pid}/pagemap", "rb") as pagemap,
+                open(f"/proc/{self._pid}/mem", "rb", buffering=0) as memory,
+            ):
                 there: list[Range] = []
                 for begin, end in minus(self._mappings(), self._old):
                     there += large.present_pages(pagemap.fileno(), begin, end)
+                self._filled = self._with_content(memory.fileno(), minus(there, self._named))
         except OSError:
-            return []
-        ready = minus(common(there, self._seen), self._taken)
-        self._seen = there
-        found, left = [], _MOST_BYTES
-        for begin, end in ready:
-            if end - begin >= _LEAST_BYTES and left:
-                found.append((begin, min(end, begin + left)))
-                left -= found[-1][1] - begin
-        self._taken = sorted([*self._taken, *found])
+            pass
         return found
+
+    def _with_content(self, memory: int, ranges: Sequence[Range]) -> list[Range]:
+        """Neighbouring pieces whose end is not zero."""
+        pieces: list[Range] = []
+        for first, last in ranges:
+            for end in range(first + _PIECE_BYTES, last + 1, _PIECE_BYTES):
+                if len(pieces) * _PIECE_BYTES == _MOST_BYTES:
+                    break
+                if os.pread(memory, _SAMPLE_BYTES, end - _SAMPLE_BYTES) != _ZEROS:
+                    pieces.append((end - _PIECE_BYTES, end))
+        return [(begin, end) for begin, end in joined(pieces) if end - begin >= _LEAST_BYTES]
 
     def _mappings(self) -> list[Range]:
         try:
@@ -105,16 +121,14 @@ class Growing:
         return [(begin, end) for begin, end in found if end - begin >= _MAPPING_BYTES]
 
 
-def common(some: Sequence[Range], others: Sequence[Range]) -> list[Range]:
-    """What is in both; both in order, as is the result."""
-    found, at = [], 0
-    for begin, end in some:
-        while at < len(others) and others[at][1] <= begin:
-            at += 1
-        here = at
-        while here < len(others) and others[here][0] < end:
-            found.append((max(begin, others[here][0]), min(end, others[here][1])))
-            here += 1
+def joined(ranges: Sequence[Range]) -> list[Range]:
+    """The same in order, neighbours as one."""
+    found: list[Range] = []
+    for begin, end in sorted(ranges):
+        if found and found[-1][1] == begin:
+            found[-1] = (found[-1][0], end)
+        else:
+            found.append((begin, end))
     return found
 
 
