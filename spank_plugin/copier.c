@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // gpucr-copier: moves memory of processes that stand still, for the agent's worker, which has no right to touch them.
 //
-//   gpucr-copier read|write WINDOWS BYTES CPUS SOCKETS PROCESSES
+//   gpucr-copier read|write WINDOW BYTES CPUS SOCKETS PROCESSES
 //
 // process_vm_readv and process_vm_writev move several times as much as /proc/PID/mem, and more with each thread, but need
 // the right to trace a process. So this program has it, and nothing else: no file, no other process than those of
 // PROCESSES, and only one of both directions. One thread serves each socket.
 //
-// WINDOWS: descriptor of memory shared with the worker, BYTES for each socket, in the order of SOCKETS, then a page with the
-// bytes that each has moved, in 64 bits. CPUS: processors
+// WINDOW: descriptor of memory shared with the worker, BYTES, then a page with the bytes that each socket has moved, in 64
+// bits, in the order of SOCKETS. CPUS: processors
 // to keep to, "-" for any. SOCKETS: descriptors (SOCK_SEQPACKET). PROCESSES: NSPID:PID:PIDFD, by the number inside the
 // namespace that the worker names it with. Lists have commas. A request is `struct request`, an answer `struct answer`.
 // It ends when nobody is left at the other ends.
@@ -56,13 +56,13 @@ struct process {
 
 struct lane {
 	int sock;
-	char *window;
 	volatile uint64_t *moved;
 	struct request request;
 	struct iovec here[MAX_SPANS], there[MAX_SPANS];
 };
 
 static bool writing;
+static char *window;
 static size_t window_bytes, process_count;
 static struct process *processes;
 
@@ -130,7 +130,7 @@ static bool understand(struct lane *lane, size_t size)
 
 		if (span->size == 0 || span->size > window_bytes || span->at > window_bytes - span->size)
 			return false;
-		lane->here[i] = (struct iovec){ lane->window + span->at, span->size };
+		lane->here[i] = (struct iovec){ window + span->at, span->size };
 		lane->there[i] = (struct iovec){ (void *)(uintptr_t)span->address, span->size };
 	}
 	return true;
@@ -247,16 +247,13 @@ int main(int argc, char **argv)
 			return 1;
 		lanes[count]->sock = sock;
 	}
-	char *windows = mmap(NULL, count * window_bytes + getpagesize(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-
-	if (windows == MAP_FAILED) {
-		say("copier: no windows: %s", strerror(errno));
+	window = mmap(NULL, window_bytes + getpagesize(), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	if (window == MAP_FAILED) {
+		say("copier: no window: %s", strerror(errno));
 		return 1;
 	}
-	for (size_t i = 0; i < count; i++) {
-		lanes[i]->window = windows + i * window_bytes;
-		lanes[i]->moved = (uint64_t *)(windows + count * window_bytes) + i;
-	}
+	for (size_t i = 0; i < count; i++)
+		lanes[i]->moved = (uint64_t *)(window + window_bytes) + i;
 	if (drop_rights() < 0) {
 		say("copier: cannot drop rights: %s", strerror(errno));
 		return 1;

@@ -227,7 +227,11 @@ class LocalParticipant:
     @timed
     async def capture(self) -> None:
         job, context = self._job, self._job.context
-        async with early.sealing(self._worker, self._seal_early()):
+        self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
+        pids = self._seal_early()
+        if pids:
+            await self._dump.start_copier()
+        async with early.sealing(self._worker, pids):
             await self._gpus.checkpoint()
         processes = namespace_processes(self._capsule.init_pid)
         self._gpus.verify(processes)
@@ -236,9 +240,8 @@ class LocalParticipant:
         )
         if hung_up:
             log.info("hung up, clients connect anew", job=job.job, services=",".join(sorted(set(hung_up))))
-        self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
         if job.dumping is not None:
-            job.dumping.beside_bytes = lambda: self._dump.beside_bytes() if self._dump is not None else 0
+            job.dumping.beside_bytes = lambda: self._dump.beside_bytes if self._dump is not None else 0
         try:
             frozen: Frozen = await self._dump.capture()
         except MemoryUnreadable:

@@ -22,7 +22,7 @@ from pathlib import Path
 from gpucr_hpc import proc
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import MemoryUnreadable
-from gpucr_hpc.image.buffers import Buffer, copy_out
+from gpucr_hpc.image.buffers import Buffer, address_of, copy_out
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.extents import Read
 from gpucr_hpc.image.files import default_workers
@@ -31,6 +31,8 @@ PROGRAM = Path("/usr/lib/gpucr/gpucr-copier")
 #: What a thread writes at a time.
 SPAN_BYTES = 4 << 20
 WINDOW_BYTES = SPAN_BYTES + CHUNK_BYTES
+#: Memory that the image's buffers may be in, besides the lanes' own.
+POOL_BYTES = 96 << 20
 #: Processes beyond are left to /proc/PID/mem; each costs a descriptor.
 MAX_PROCESSES = 256
 _PIECE_BYTES = 1 << 20  # read at a time: it is copied on while it is in the processor's cache
@@ -57,8 +59,9 @@ async def started(
             pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
             for end in (end for pair in pairs for end in pair):
                 handed.callback(end.close)
-            os.truncate(window, WINDOW_BYTES * len(pairs) + mmap.PAGESIZE)
-            counts = mmap.mmap(window, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=WINDOW_BYTES * len(pairs))
+            size = WINDOW_BYTES * len(pairs) + (0 if write else POOL_BYTES)
+            os.truncate(window, size + mmap.PAGESIZE)
+            counts = mmap.mmap(window, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=size)
             known = {}
             for nspid, pid in list(pids.items())[:MAX_PROCESSES]:
                 with contextlib.suppress(ProcessLookupError):
@@ -66,7 +69,7 @@ async def started(
                     handed.callback(os.close, known[nspid][1])
             theirs = [pair[1].fileno() for pair in pairs]
             process = await asyncio.create_subprocess_exec(
-                *(str(PROGRAM), "write" if write else "read", str(window), str(WINDOW_BYTES)),
+                *(str(PROGRAM), "write" if write else "read", str(window), str(size)),
                 ",".join(map(str, sorted(processors))) or "-",
                 ",".join(map(str, theirs)),
                 ",".join(f"{nspid}:{pid}:{pidfd}" for nspid, (pid, pidfd) in known.items()),
@@ -81,14 +84,18 @@ async def started(
 
 
 class Lane:
-    """One thread's way to the program. buffer: the bytes that are moved."""
+    """One thread's way to the program. buffer: memory of its own in the window, which begins at `at`."""
 
-    def __init__(self, sock: socket.socket, buffer: Buffer) -> None:
-        self._sock, self.buffer = sock, buffer
+    def __init__(self, sock: socket.socket, buffer: Buffer, at: int) -> None:
+        self._sock, self.buffer, self.at = sock, buffer, at
 
     def move(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
         """Spans (place in the buffer, address, bytes): 0, or an error number and the address where. ESRCH: the process
         is gone, or the program."""
+        return self.move_at(nspid, [(self.at + at, address, size) for at, address, size in spans])
+
+    def move_at(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
+        """As `move`, with places in the window."""
         for first in range(0, len(spans), _MAX_SPANS):
             some = spans[first : first + _MAX_SPANS]
             try:
@@ -111,11 +118,15 @@ class Copier:
 
     def __init__(self, window: int, sockets: Sequence[int], pids: Collection[int]) -> None:
         self.pids, self.lanes = frozenset(pids), len(sockets)
-        memory = mmap.mmap(window, WINDOW_BYTES * len(sockets))
+        self.window = mmap.mmap(window, os.fstat(window).st_size - mmap.PAGESIZE)
+        begins = [number * WINDOW_BYTES for number in range(len(sockets))]
         self._lanes = [
-            Lane(socket.socket(fileno=os.dup(fd)), Buffer(WINDOW_BYTES, memory, number * WINDOW_BYTES))
-            for number, fd in enumerate(sockets)
+            Lane(socket.socket(fileno=os.dup(fd)), Buffer(WINDOW_BYTES, self.window, begin), begin)
+            for fd, begin in zip(sockets, begins, strict=True)
         ]
+        #: Where in the window memory begins that is nobody's: who reads into it saves a copy.
+        self.pool_begins = len(sockets) * WINDOW_BYTES
+        self._begins = self._lanes[0].buffer.address
         self._free: queue.SimpleQueue[Lane] = queue.SimpleQueue()
         for lane in self._lanes:
             self._free.put(lane)
@@ -134,7 +145,13 @@ class Copier:
         MemoryUnreadable."""
 
         def read(ranges: Sequence[tuple[int, int]], target: memoryview) -> None:
+            at = address_of(target) - self._begins
             with self.lane() as lane:
+                if 0 <= at <= len(self.window) - len(target):
+                    status, address = lane.move_at(nspid, _one_after_another(ranges, at))
+                    if status:
+                        raise MemoryUnreadable(reason=f"{os.strerror(status)} at {address:#x}")
+                    return
                 for spans, size in _pieces(ranges):
                     status, address = lane.move(nspid, spans)
                     if status:
@@ -160,6 +177,14 @@ def or_zeros(read: Read) -> Read:
             target[:] = bytes(len(target))
 
     return forgiving
+
+
+def _one_after_another(ranges: Sequence[tuple[int, int]], at: int) -> list[tuple[int, int, int]]:
+    spans = []
+    for address, size in ranges:
+        spans.append((at, address, size))
+        at += size
+    return spans
 
 
 def _pieces(ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[list[tuple[int, int, int]], int]]:

@@ -47,8 +47,7 @@ class Frozen:
 
 
 class Dump:
-    """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`. beside_bytes: tells how much
-    memory gpucr-copier has read for it so far."""
+    """A dump under way. Call `capture`, then exactly one of `resume`, `end` and `undo`."""
 
     def __init__(
         self, capsule: Capsule, run_dir: RunDir, worker: WorkerClient, config: EngineConfig, *, beside: bool = True
@@ -62,8 +61,22 @@ class Dump:
         self._arrived = asyncio.Event()
         self._ended: asyncio.Future[tuple[bytes, bytes]] | None = None
         self._copier = contextlib.AsyncExitStack()
-        self.beside_bytes: Callable[[], int] = lambda: 0
+        self._copied: Callable[[], int] | None = None
+        self._copied_before = 0
         self._log = run_dir.work / "dump.log"
+
+    async def start_copier(self) -> None:
+        """Let the worker read large memory of the tree's processes until it is captured, also before; twice is fine."""
+        if self._copied is None:
+            processes = namespace_processes(self._capsule.init_pid)
+            known = {p.nspid: p.pid for p in processes if large.has_some(p.pid)}
+            self._copied = await self._copier.enter_async_context(copier.started(self._worker, known, write=False))
+        self._copied_before = self._copied()
+
+    @property
+    def beside_bytes(self) -> int:
+        """Memory that gpucr-copier has read for the capture so far."""
+        return self._copied() - self._copied_before if self._copied is not None else 0
 
     async def capture(self) -> Frozen:
         """Freeze the tree and stream it into the worker; on return it is still frozen.
@@ -76,10 +89,9 @@ class Dump:
         await self._listen()
         env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
         plugins = None
-        processes = namespace_processes(capsule.init_pid) if self._beside else []
-        if await asyncio.to_thread(large.wanted, [p.pid for p in processes]):
-            known = {p.nspid: p.pid for p in processes if large.has_some(p.pid)}
-            self.beside_bytes = await self._copier.enter_async_context(copier.started(self._worker, known, write=False))
+        pids = [p.pid for p in namespace_processes(capsule.init_pid)] if self._beside else []
+        if await asyncio.to_thread(large.wanted, pids):
+            await self.start_copier()
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)
         argv = criu.enter_argv(

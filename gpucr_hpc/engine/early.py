@@ -39,34 +39,38 @@ def possible() -> bool:
 
 @contextlib.asynccontextmanager
 async def sealing(worker: WorkerClient, pids: Mapping[int, int]) -> AsyncIterator[None]:
-    """Seal what large memory processes get during the block; the worker has begun an image. pids: by the number inside
-    the namespace, those on the host. What fails makes the image fail, and is raised by its end."""
+    """Seal what large memory processes get during the block; the worker has begun an image, and can read them
+    (copier.py). pids: by the number inside the namespace, those on the host. What fails makes the image fail, and is
+    raised by its end."""
     if not pids:
         yield
         return
     stopped = asyncio.Event()
     growing = [Growing(nspid, pid) for nspid, pid in pids.items()]
-    async with copier.started(worker, pids, write=False):
-        task = asyncio.ensure_future(_follow(worker, growing, stopped))
-        try:
-            yield
-        finally:
-            stopped.set()
-            for failed in await asyncio.gather(task, return_exceptions=True):
-                if isinstance(failed, GpucrError):
-                    log.warning("sealed nothing early", error=str(failed))
-                elif isinstance(failed, Exception):
-                    raise failed
+    tasks = [asyncio.ensure_future(_follow(worker, process, stopped)) for process in growing]
+    try:
+        yield
+    finally:
+        stopped.set()
+        for failed in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(failed, GpucrError):
+                log.warning("not sealed early", error=str(failed))
+            elif isinstance(failed, Exception):
+                raise failed
 
 
-async def _follow(worker: WorkerClient, growing: Sequence[Growing], stopped: asyncio.Event) -> None:
+async def _follow(worker: WorkerClient, process: Growing, stopped: asyncio.Event) -> None:
+    ranges: list[Range] = []
     while not stopped.is_set():
-        taken = False
-        for process in growing:
-            if not stopped.is_set() and (ranges := await asyncio.to_thread(process.settled)):
+        if ranges:  # the next look goes on beside it
+            look = asyncio.ensure_future(asyncio.to_thread(process.settled))
+            try:
                 await worker.call("early", pid=process.nspid, ranges=ranges)
-                taken = True
-        if not taken:
+            finally:
+                ranges = await look
+        else:
+            ranges = await asyncio.to_thread(process.settled)
+        if not ranges:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stopped.wait(), _PAUSE_S)
 

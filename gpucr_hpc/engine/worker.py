@@ -158,6 +158,8 @@ class Worker(StoreVerbs, UserFileVerbs):
         self._copier = copier.Copier(window, sockets, pids)
         if self._memory is not None:
             self._memory.copier = self._copier
+        if self._writer is not None:
+            self._writer.adopt(self._copier.window, self._copier.pool_begins)
 
     def do_early(self, pid: int, ranges: list[tuple[int, int]]) -> None:
         """Seal memory (begin and end) of a process that runs on; what of it does not change is not sealed again. pid:

@@ -85,6 +85,10 @@ class Pool:
             self._free += new
             count -= some
 
+    def adopt(self, memory: mmap.mmap, begin: int) -> None:
+        """Have buffers ready that lie in other memory, from `begin` to its end: they are taken first."""
+        self._free += [Buffer(self._size, memory, at) for at in range(begin, len(memory) - self._size + 1, self._size)]
+
     def give(self, buffer: Buffer) -> None:
         """Take a buffer back that nobody uses any more."""
         if len(self._free) < self._limit:
@@ -129,7 +133,12 @@ def copy_out(source: Buffer, size: int, target: memoryview) -> None:
     """Copy a buffer's first bytes to the beginning of other memory, which can be written to."""
     if size > len(target):
         raise ValueError(f"{size} bytes do not fit into {len(target)}")
-    _memmove(ctypes.addressof(ctypes.c_char.from_buffer(target)), source.address, size)
+    _memmove(address_of(target), source.address, size)
+
+
+def address_of(memory: memoryview) -> int:
+    """Where memory lies that can be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def equal(one: Buffer, at: int, other: Buffer, size: int) -> bool:

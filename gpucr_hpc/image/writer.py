@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 import secrets
 import threading
 import zlib
@@ -87,6 +88,10 @@ class ImageWriter:
         self._packs = Packs(create, heads, origin, ids, base.records if base else {}, size)
         self._means = Means(self._packs, buffers, Relay(threads + 2, size), size, f"image {node_rank}")
         self._crew = Crew(threads, places=places + room, hold=room > 0, name=f"image-{node_rank}")
+
+    def adopt(self, memory: mmap.mmap, begin: int) -> None:
+        """Use memory, from `begin` on, for what is read from now on."""
+        self._means.buffers.adopt(memory, begin)
 
     @property
     def bytes_plain(self) -> int:

@@ -139,12 +139,12 @@ class EarlyDump(Dump):
     async def capture(self) -> Frozen:
         processes = [p for p in namespace_processes(self._capsule.init_pid) if p.name == "python3"]
         growing = [early.Growing(p.nspid, p.pid) for p in processes]
-        async with copier.started(self._worker, {p.nspid: p.pid for p in processes}, write=False):
-            for process in growing:
-                process._old = []
-                assert process.settled() == []
-                while ranges := process.settled():
-                    await self._worker.call("early", pid=process.nspid, ranges=ranges)
+        await self.start_copier()
+        for process in growing:
+            process._old = []
+            assert process.settled() == []
+            while ranges := process.settled():
+                await self._worker.call("early", pid=process.nspid, ranges=ranges)
         stored = (await self._worker.call("progress"))["bytes_stored"]
         frozen = await super().capture()
         say("sealed early", {"stored": stored, "then": (await self._worker.call("progress"))["bytes_stored"] - stored})
