@@ -88,8 +88,7 @@ class Native:
         self.openssl = int(library.gpucr_chunks_openssl())
         self._mark, self._pack = library.gpucr_chunks_mark, library.gpucr_chunks_pack
         self._seal, self._open = library.gpucr_chunks_seal, library.gpucr_chunks_open
-        # It takes less time than giving the interpreter's lock away and getting it back.
-        self._cut = ctypes.PyDLL(str(path)).gpucr_chunks_cut
+        self._cut = library.gpucr_chunks_cut
         self._cut.argtypes, self._cut.restype = (address, size, size, address, address), size
         self._mark.argtypes = (ctypes.c_char_p, address, size)
         self._pack.argtypes, self._pack.restype = (address, size, address, size, address), size

@@ -120,14 +120,18 @@ class Packs:
         library.mark(self._ids.mark_key, table, count)
         names: list[bytes] = []
         fresh: dict[bytes, bytes] = {}
-        for number, row in enumerate(table.rows(count)):
+        others: list[int] = []
+        rows = table.rows(count)
+        for number, row in enumerate(rows):
             name = _ZERO_ID if row.kind == ChunkKind.ZERO else self._ids.name(row.tag)
             names.append(name)
             if row.kind == ChunkKind.ZERO or name in self._known or name in fresh:
-                table.put(number, row._replace(skip=1))
+                others.append(number)
             else:
                 fresh[name] = b""
         if fresh:
+            for number in others:
+                table.put(number, rows[number]._replace(skip=1))
             packed, sealed = self._packed.get(), self._sealed.get()
             length = library.pack(table, count, packed.address, packed.size, self._joint.get().address)
             pack, offset = self._place(length)
