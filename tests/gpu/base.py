@@ -124,6 +124,14 @@ def steps(job: Job, name: str = "train.log") -> list[str]:
     return lines
 
 
+def same(job: Job, whole: Job, name: str = "train.log") -> None:
+    """The job's values are those of the undisturbed run."""
+    mine, theirs = steps(job, name), steps(whole, name)
+    differ = [step for step, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other]
+    assert not differ, f"{len(differ)} of {len(mine)} values differ from an undisturbed run's, from step {differ[0]} on"
+    assert len(mine) == len(theirs), f"{len(mine)} steps, {len(theirs)} undisturbed"
+
+
 async def reference(place: Place, args: str, **env: str) -> Job:
     """An undisturbed run of the same training: a job like the other, but left alone."""
     job = place.job()

@@ -280,16 +280,22 @@ def _requeued(job: str) -> slurm.JobInfo:
 
 def install(tools: Path) -> None:
     """Put the carried programs where the agent looks for them."""
+    place = Path("/usr/lib/gpucr")
+    place.mkdir(parents=True, exist_ok=True)
     for name, source in (("gpucr-init", "gpucr-init"), ("gpucr-hook", "gpucr-init"), ("gpucr-copier", "gpucr-copier")):
-        target = Path("/usr/lib/gpucr") / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(tools / "bin" / source, target)
-        target.chmod(0o755)
+        _put(tools / "bin" / source, place / name)
     for library in (INTERPOSER, FILES_PLUGIN, large.PLUGIN, native.LIBRARY):
         if (tools / "lib" / library.name).exists():
-            shutil.copy(tools / "lib" / library.name, library)
-            library.chmod(0o755)
+            _put(tools / "lib" / library.name, library)
     link = Path("/usr/local/sbin/nft")
     if shutil.which("nft") is None and not link.exists():
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(tools / "bin" / "nft")
+
+
+def _put(source: Path, target: Path) -> None:
+    """A new file, by rename: this process may have the old one loaded."""
+    fresh = target.with_name(f".{target.name}.new")
+    shutil.copy(source, fresh)
+    fresh.chmod(0o755)
+    fresh.rename(target)

@@ -44,7 +44,7 @@ def test_next_dump_of_the_job_leaves_it_to_criu(
     monkeypatch.setattr(participant, "namespace_processes", lambda _: [])
     worker: Any = SimpleNamespace()
     part = participant.LocalParticipant(job, worker, checkpoint="c", data_key="", leave_running=True)
-    part._gpus = SimpleNamespace(checkpoint=nothing, verify=lambda _: None)  # type: ignore[assignment]
+    part._gpus = SimpleNamespace(processes=[], checkpoint=nothing, verify=lambda _: None)  # type: ignore[assignment]
     for _ in range(2):
         with pytest.raises(type(error)):
             asyncio.run(part.capture())
