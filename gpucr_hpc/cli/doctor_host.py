@@ -14,7 +14,7 @@ from pathlib import Path
 from gpucr_hpc.capsule import cgroup
 from gpucr_hpc.capsule.network import CHOOSE_CONGESTION_CONTROL
 from gpucr_hpc.config import Config, NetworkConfig
-from gpucr_hpc.engine import stream
+from gpucr_hpc.engine import copier, stream
 from gpucr_hpc.engine.dump import LOG_DIRECTORY
 from gpucr_hpc.errors import ToolMissing
 from gpucr_hpc.image import native
@@ -48,6 +48,7 @@ async def examine(config: Config, agent: int | None) -> list[Line]:
         memory(config.engine.room_percent, agent),
         pipes(stream.pipe_limit()),
         chunks(native.reason),
+        copying(copier.PROGRAM),
         disk(config.agent.run_dir, _RUN_BYTES, "the agent cannot keep the state of its jobs and takes none"),
         disk(str(LOG_DIRECTORY), _LOG_BYTES, "CRIU's log of a checkpoint that failed is lost"),
         await network(config.network),
@@ -98,6 +99,16 @@ def chunks(reason: str) -> Line:
         "images, on machines with many processors at a fraction of the rate"
     )
     return "chunks", not reason or reason.startswith("OpenSSL"), reason or str(native.LIBRARY), advice
+
+
+def copying(program: Path) -> Line:
+    """program: what moves large memory between jobs and the agent's workers."""
+    there = program.is_file()
+    advice = (
+        "make -C spank_plugin install   # otherwise large jobs stand still longer, and come back more slowly, on "
+        "machines with many processors"
+    )
+    return "copier", there, str(program) if there else f"{program} is missing", advice
 
 
 def memory(room_percent: int, agent: int | None) -> Line:

@@ -19,7 +19,8 @@ UNREADABLE = MemoryUnreadable(reason="Input/output error at 0x1000")
 def job_for(limit_s: float = 60.0) -> Any:
     config = SimpleNamespace(cuda=CudaConfig(), engine=EngineConfig(dump_timeout_s=limit_s))
     capsule = SimpleNamespace(job="7", node_rank=0, init_pid=1, alive=lambda: True)
-    return SimpleNamespace(job="7", capsule=capsule, beside=True, run_dir=None, context=SimpleNamespace(config=config))
+    context = SimpleNamespace(config=config)
+    return SimpleNamespace(job="7", capsule=capsule, beside=True, run_dir=None, dumping=None, context=context)
 
 
 async def nothing(*_: object) -> None:

@@ -36,6 +36,13 @@ def test_why_images_are_written_in_python_is_said() -> None:
     assert "libssl-dev" in advice
 
 
+def test_that_the_copier_is_missing_is_said(tmp_path: Path) -> None:
+    program = tmp_path / "gpucr-copier"
+    assert doctor_host.copying(program)[1:3] == (False, f"{program} is missing")
+    program.touch()
+    assert doctor_host.copying(program)[:3] == ("copier", True, str(program))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a network namespace)")
 def test_a_congestion_control_that_the_kernel_has_not_is_named() -> None:
     for names in (("no such one", "reno"), ()):
