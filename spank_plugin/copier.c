@@ -14,6 +14,7 @@
 // It ends when nobody is left at the other ends.
 #define _GNU_SOURCE
 #include <errno.h>
+#include <grp.h>
 #include <linux/capability.h>
 #include <poll.h>
 #include <pthread.h>
@@ -206,8 +207,10 @@ static bool keep_to(char *text)
 	return true;
 }
 
+// Nobody with the right to trace.
 static int drop_rights(void)
 {
+	enum { NOBODY = 65534 };
 	struct __user_cap_header_struct head = { .version = _LINUX_CAPABILITY_VERSION_3 };
 	struct __user_cap_data_struct data[_LINUX_CAPABILITY_U32S_3] = {
 		{ .effective = 1u << CAP_SYS_PTRACE, .permitted = 1u << CAP_SYS_PTRACE }
@@ -215,7 +218,12 @@ static int drop_rights(void)
 
 	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
 		return -1;
-	return geteuid() == 0 ? syscall(SYS_capset, &head, data) : 0;
+	if (geteuid() != 0)
+		return 0;
+	if (prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0) < 0 || setgroups(0, NULL) < 0 || setresgid(NOBODY, NOBODY, NOBODY) < 0 ||
+	    setresuid(NOBODY, NOBODY, NOBODY) < 0)
+		return -1;
+	return syscall(SYS_capset, &head, data);
 }
 
 int main(int argc, char **argv)

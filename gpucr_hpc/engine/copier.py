@@ -26,6 +26,7 @@ from gpucr_hpc.image.buffers import Buffer, address_of, copy_out
 from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.image.extents import Read
 from gpucr_hpc.image.files import default_workers
+from gpucr_hpc.log import Log
 
 PROGRAM = Path("/usr/lib/gpucr/gpucr-copier")
 #: What a thread writes at a time.
@@ -40,47 +41,59 @@ _MAX_SPANS = 1024
 _MAX_WRITERS = 12  # of 22 GB on 16 processors 8 threads took 2.27 s, 12 1.95 s, 15 1.87 s
 _HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=II", "=QQQ", "=iIQ", "=Q"))
 
+log = Log(__name__)
+
 
 @contextlib.asynccontextmanager
 async def started(
     worker: WorkerClient, pids: Mapping[int, int], *, write: bool, processors: Collection[int] = ()
 ) -> AsyncIterator[Callable[[], int]]:
     """Let a worker read or write memory of processes, for the time of the block; yields what tells the bytes so far.
-    pids: by the number inside the namespace, those on the host. processors: on which it works, any by default. Raises
-    HostError when the worker is gone."""
-    if not PROGRAM.is_file() or not pids:
-        yield lambda: 0
-        return
+    pids: by the number inside the namespace, those on the host. processors: on which it works, any by default. Where
+    it cannot be started that is in the log. Raises HostError when the worker is gone."""
     async with AsyncExitStack() as stack:
-        with ExitStack() as handed:
-            window = os.memfd_create("copier", os.MFD_CLOEXEC)
-            handed.callback(os.close, window)
-            lanes = default_workers(_MAX_WRITERS) if write else default_workers()
-            pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes)]
-            for end in (end for pair in pairs for end in pair):
+        moved: Callable[[], int] = lambda: 0  # noqa: E731
+        if PROGRAM.is_file() and pids:
+            try:
+                moved = await _start(stack, worker, pids, write, processors)
+            except OSError as error:
+                log.warning("memory goes through /proc/PID/mem", program=PROGRAM, error=str(error))
+        yield moved
+
+
+async def _start(
+    stack: AsyncExitStack, worker: WorkerClient, pids: Mapping[int, int], write: bool, processors: Collection[int]
+) -> Callable[[], int]:
+    with ExitStack() as handed:
+        window = os.memfd_create("copier", os.MFD_CLOEXEC)
+        handed.callback(os.close, window)
+        pairs = []
+        for _ in range(default_workers(_MAX_WRITERS) if write else default_workers()):
+            pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            for end in pairs[-1]:
                 handed.callback(end.close)
-            size = WINDOW_BYTES * len(pairs) + (0 if write else POOL_BYTES)
-            os.truncate(window, size + mmap.PAGESIZE)
-            counts = mmap.mmap(window, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=size)
-            known = {}
-            for nspid, pid in list(pids.items())[:MAX_PROCESSES]:
-                with contextlib.suppress(ProcessLookupError):
-                    known[nspid] = (pid, os.pidfd_open(pid))
-                    handed.callback(os.close, known[nspid][1])
-            theirs = [pair[1].fileno() for pair in pairs]
-            process = await asyncio.create_subprocess_exec(
-                *(str(PROGRAM), "write" if write else "read", str(window), str(size)),
-                ",".join(map(str, sorted(processors))) or "-",
-                ",".join(map(str, theirs)),
-                ",".join(f"{nspid}:{pid}:{pidfd}" for nspid, (pid, pidfd) in known.items()),
-                pass_fds=(window, *theirs, *(pidfd for _, pidfd in known.values())),
-                stdin=asyncio.subprocess.DEVNULL,
-                env=proc.clean_env(),
-                start_new_session=True,
-            )
-            stack.push_async_callback(proc.end, process)
-            await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
-        yield lambda: sum(count for (count,) in _COUNT.iter_unpack(counts))
+        size = WINDOW_BYTES * len(pairs) + (0 if write else POOL_BYTES)
+        os.truncate(window, size + mmap.PAGESIZE)
+        counts = mmap.mmap(window, mmap.PAGESIZE, prot=mmap.PROT_READ, offset=size)
+        known = {}
+        for nspid, pid in list(pids.items())[:MAX_PROCESSES]:
+            with contextlib.suppress(ProcessLookupError):
+                known[nspid] = (pid, os.pidfd_open(pid))
+                handed.callback(os.close, known[nspid][1])
+        theirs = [pair[1].fileno() for pair in pairs]
+        process = await asyncio.create_subprocess_exec(
+            *(str(PROGRAM), "write" if write else "read", str(window), str(size)),
+            ",".join(map(str, sorted(processors))) or "-",
+            ",".join(map(str, theirs)),
+            ",".join(f"{nspid}:{pid}:{pidfd}" for nspid, (pid, pidfd) in known.items()),
+            pass_fds=(window, *theirs, *(pidfd for _, pidfd in known.values())),
+            stdin=asyncio.subprocess.DEVNULL,
+            env=proc.clean_env(),
+            start_new_session=True,
+        )
+        stack.push_async_callback(proc.end, process)
+        await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
+    return lambda: sum(count for (count,) in _COUNT.iter_unpack(counts))
 
 
 class Lane:
@@ -91,7 +104,7 @@ class Lane:
 
     def move(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
         """Spans (place in the buffer, address, bytes): 0, or an error number and the address where. ESRCH: the process
-        is gone, or the program."""
+        is gone; EPIPE: the program is."""
         return self.move_at(nspid, [(self.at + at, address, size) for at, address, size in spans])
 
     def move_at(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
@@ -103,7 +116,7 @@ class Lane:
                 answer = self._sock.recv(_ANSWER.size)
             except OSError:
                 answer = b""
-            status, _, address = _ANSWER.unpack(answer) if answer else (errno.ESRCH, 0, some[0][1])
+            status, _, address = _ANSWER.unpack(answer) if answer else (errno.EPIPE, 0, some[0][1])
             if status:
                 return status, address
         return 0, 0

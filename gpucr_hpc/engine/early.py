@@ -50,13 +50,17 @@ async def sealing(worker: WorkerClient, pids: Mapping[int, int]) -> AsyncIterato
     tasks = [asyncio.ensure_future(_follow(worker, process, stopped)) for process in growing]
     try:
         yield
-    finally:
-        stopped.set()
-        for failed in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(failed, GpucrError):
-                log.warning("not sealed early", error=str(failed))
-            elif isinstance(failed, Exception):
-                raise failed
+    except BaseException:
+        for task in tasks:  # the worker, who may wait for its store, is given up after this
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    stopped.set()
+    for failed in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(failed, GpucrError):
+            log.warning("not sealed early", error=str(failed))
+        elif isinstance(failed, Exception):
+            raise failed
 
 
 async def _follow(worker: WorkerClient, process: Growing, stopped: asyncio.Event) -> None:

@@ -209,7 +209,9 @@ def test_a_program_that_is_gone_keeps_nobody(program, process):
             assert lane.move(NSPID, [(0, address, 10)]) == (0, 0)
             for pid in programs():
                 os.kill(pid, signal.SIGKILL)
-            assert lane.move(NSPID, [(0, address, 10)])[0] == errno.ESRCH
+            assert lane.move(NSPID, [(0, address, 10)])[0] == errno.EPIPE
+            with pytest.raises(MemoryUnreadable, match=f"Broken pipe at {address:#x}"):
+                through.memory(NSPID)([(address, 10)], memoryview(bytearray(10)))
 
     run(work)
 
@@ -231,6 +233,7 @@ def test_it_has_one_right_and_ends_with_its_user(program, process):
             status = Path(f"/proc/{pid}/status").read_text().splitlines()
             fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
             assert fields["NoNewPrivs"] == "1"
+            assert os.geteuid() or set(fields["Uid"].split() + fields["Gid"].split()) == {"65534"}
             assert int(fields["CapPrm"], 16) & ~(1 << 19) == 0
             assert int(fields["CapEff"], 16) & ~(1 << 19) == 0
             through.close()
@@ -264,6 +267,46 @@ def test_without_the_program_nothing_is_started(process):
         try:
             async with copier.started(worker, {NSPID: child.pid}, write=False):  # type: ignore[arg-type]
                 assert not hasattr(worker, "copier")
+        finally:
+            copier.PROGRAM = kept
+
+    run(work)
+
+
+def test_a_program_that_cannot_be_started_is_not_used(process, tmp_path):
+    """Memory goes the other way then."""
+    child, _ = process
+    program = tmp_path / "gpucr-copier"
+    program.write_bytes(b"\x7fELF of another kind")
+    program.chmod(0o755)
+
+    async def work() -> None:
+        worker = Worker()
+        kept, copier.PROGRAM = copier.PROGRAM, program
+        try:
+            async with copier.started(worker, {NSPID: child.pid}, write=False) as moved:  # type: ignore[arg-type]
+                assert not hasattr(worker, "copier")
+                assert moved() == 0
+        finally:
+            copier.PROGRAM = kept
+
+    run(work)
+
+
+def test_what_has_been_moved_is_counted(program, process):
+    """For who shows how far a dump is: the kernel counts it for nobody."""
+    child, address = process
+
+    async def work() -> None:
+        worker = Worker()
+        kept, copier.PROGRAM = copier.PROGRAM, program
+        try:
+            async with copier.started(worker, {NSPID: child.pid}, write=False) as moved:  # type: ignore[arg-type]
+                assert moved() == 0
+                for _ in range(20):
+                    worker.copier.memory(NSPID)([(address, 1000)], memoryview(bytearray(1000)))
+                assert moved() == 20_000
+                worker.copier.close()
         finally:
             copier.PROGRAM = kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import subprocess
@@ -114,3 +115,69 @@ def test_ranges_are_sets(some, others):
         assert found == sorted(found)
         assert all(begin < end for begin, end in found)
     assert all(one[1] < two[0] for one, two in itertools.pairwise(both))
+
+
+class Store:
+    """A worker whose store does not answer, or answers when it is let."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def call(self, verb: str, **_: object) -> None:
+        assert verb == "early"
+        self.asked.set()
+        await self.answers.wait()
+
+
+class Always:
+    """Memory that is ready all the time."""
+
+    def __init__(self, nspid: int, _: int) -> None:
+        self.nspid = nspid
+
+    def settled(self) -> list[early.Range]:
+        return [(0, 8 * MIB)]
+
+
+def test_a_driver_that_fails_does_not_wait_for_the_store(monkeypatch):
+    """The checkpoint is undone then, and the job runs on, although the worker is still at it."""
+    monkeypatch.setattr(early, "Growing", Always)
+
+    async def work() -> None:
+        store = Store()
+        async with early.sealing(store, {1: 1, 2: 2}):  # type: ignore[arg-type]
+            await store.asked.wait()
+            raise RuntimeError("the driver")
+
+    with pytest.raises(RuntimeError, match="the driver"):
+        asyncio.run(asyncio.wait_for(work(), 20))
+
+
+def test_what_is_being_sealed_when_the_driver_is_done_is_waited_for(monkeypatch):
+    """Nothing is read any more when the tree is frozen."""
+    monkeypatch.setattr(early, "Growing", Always)
+
+    async def work() -> list[str]:
+        store, order = Store(), []
+
+        async def answer() -> None:
+            await store.asked.wait()
+            order.append("read")
+            store.answers.set()
+
+        answering = asyncio.ensure_future(answer())
+        async with early.sealing(store, {1: 1}):  # type: ignore[arg-type]
+            await store.asked.wait()
+        order.append("frozen")
+        await answering
+        return order
+
+    assert asyncio.run(asyncio.wait_for(work(), 20)) == ["read", "frozen"]
+
+
+def test_a_job_without_gpus_asks_nothing():
+    async def work() -> None:
+        async with early.sealing(Store(), {}):  # type: ignore[arg-type]
+            pass
+
+    asyncio.run(work())
