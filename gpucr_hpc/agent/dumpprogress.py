@@ -15,7 +15,7 @@ class DumpProgress:
 
     worker_pid: int
     of_bytes: int
-    beside_bytes: Callable[[], int] = lambda: 0
+    beside_bytes: Callable[[], int] = int
     _began: float = field(default_factory=time.monotonic)
 
     def as_dict(self) -> dict[str, Any]:

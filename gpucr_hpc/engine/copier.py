@@ -52,7 +52,7 @@ async def started(
     pids: by the number inside the namespace, those on the host. processors: on which it works, any by default. Where
     it cannot be started that is in the log. Raises HostError when the worker is gone."""
     async with AsyncExitStack() as stack:
-        moved: Callable[[], int] = lambda: 0  # noqa: E731
+        moved: Callable[[], int] = int  # nothing
         if PROGRAM.is_file() and pids:
             try:
                 moved = await _start(stack, worker, pids, write, processors)

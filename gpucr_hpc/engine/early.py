@@ -110,15 +110,24 @@ class Growing:
         return found
 
     def _with_content(self, memory: int, ranges: Sequence[Range]) -> list[Range]:
-        """Neighbouring pieces whose end is not zero."""
-        pieces: list[Range] = []
+        """Neighbouring pieces whose end is not zero, as many as are taken at a time; what lies alone is left."""
+        found: list[Range] = []
+        left = _MOST_BYTES
         for first, last in ranges:
+            begin = first
             for end in range(first + _PIECE_BYTES, last + 1, _PIECE_BYTES):
-                if len(pieces) * _PIECE_BYTES == _MOST_BYTES:
-                    break
-                if os.pread(memory, _SAMPLE_BYTES, end - _SAMPLE_BYTES) != _ZEROS:
-                    pieces.append((end - _PIECE_BYTES, end))
-        return [(begin, end) for begin, end in joined(pieces) if end - begin >= _LEAST_BYTES]
+                filled = os.pread(memory, _SAMPLE_BYTES, end - _SAMPLE_BYTES) != _ZEROS
+                run = (begin, end if filled else end - _PIECE_BYTES)
+                size = run[1] - run[0]
+                if size >= _LEAST_BYTES and (not filled or size >= left or end + _PIECE_BYTES > last):
+                    found.append(run)
+                    left -= size
+                    begin = run[1]
+                if left <= 0:
+                    return found
+                if not filled:
+                    begin = end
+        return found
 
     def _mappings(self) -> list[Range]:
         try:

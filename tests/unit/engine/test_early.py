@@ -83,6 +83,27 @@ def test_new_memory_is_named_once_and_at_the_second_look(program):
     assert growing.settled() == []
 
 
+@pytest.mark.parametrize("most", [8, 16, 64])
+def test_pieces_that_lie_alone_keep_nothing_away(monkeypatch, tmp_path, most: int):
+    """However many there are: they are looked at again and again, and never taken."""
+    monkeypatch.setattr(early, "_MOST_BYTES", most * MIB)
+    monkeypatch.setattr(early.Growing, "_mappings", lambda _: [])
+    piece, content = early._PIECE_BYTES, [1, 0] * 40 + [1, 1, 1, 0] + [1] * 12 + [0] + [1] * 7
+    path = tmp_path / "memory"
+    with path.open("w+b") as memory:
+        for number, filled in enumerate(content, 1):
+            os.pwrite(memory.fileno(), b"x" if filled else b"\0", number * piece - 1)
+        growing, taken = early.Growing(1, 1), []
+        while found := growing._with_content(memory.fileno(), early.minus([(0, len(content) * piece)], taken)):
+            assert all(end - begin >= early._LEAST_BYTES for begin, end in found)
+            assert size(found) < most * MIB + early._LEAST_BYTES
+            assert early.minus(found, taken) == found
+            taken = early.joined([*taken, *found])
+    whole = [(84 * piece, 96 * piece), (97 * piece, 104 * piece)]
+    assert early.minus(taken, whole) == []
+    assert size(early.minus(whole, taken)) < 2 * early._LEAST_BYTES
+
+
 def test_mappings_are_those_that_can_be_read_beside():
     lines = [
         "1000-3000 rw-p 00000000 00:00 0 ",
