@@ -8,31 +8,21 @@
 #include <errno.h>
 #include <lz4.h>
 #include <openssl/crypto.h>
-#include <openssl/evp.h>
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "marks.h"
+
 #define EXPORT __attribute__((visibility("default")))
 
 enum { VERSION = 2 };  // of what is below; native.py refuses another one
-enum kind { ZERO, RAW, LZ4 };
 enum { PAGE_BYTES = 4096, WORDS = PAGE_BYTES / 8, MIN_PAGES = 32, MAX_PAGES = 256, MEAN_PAGES = 97 };
 enum { SAMPLE_BYTES = 16 << 10, SAMPLED_BYTES = 256 << 10 };  // one for each so many, two at least
-enum { NONCE_BYTES = 12, TAG_BYTES = 16, MAX_NAME_BYTES = 128 };
+enum { MAX_NAME_BYTES = 128 };
 enum failure { SHORT = -1, FORGED = -2, NOT_EXPANDED = -3, BROKEN = -4 };
 
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "numbers in an image are little-endian");
-
-// A chunk that began in the part before this one is in two places: its first bytes are at `plain`, the others at `rest`.
-// length: bytes stored. tag: what `mark` found, then what `seal` made.
-struct chunk {
-	const unsigned char *plain, *rest;
-	uint32_t first, size, length;
-	uint8_t kind, skip;
-	uint8_t unused[2];
-	unsigned char tag[TAG_BYTES];
-};
 
 // Where chunks lie, and what they are encrypted with. name: of the checkpoint.
 struct place {
@@ -93,47 +83,13 @@ EXPORT size_t gpucr_chunks_cut(const uint64_t *words, size_t pages, size_t since
 
 // --- into the store -----------------------------------------------------------------------------------------
 
-static EVP_CIPHER_CTX *cipher(const unsigned char *key, int encrypt)
-{
-	EVP_CIPHER_CTX *context = EVP_CIPHER_CTX_new();
-	if (context && EVP_CipherInit_ex(context, EVP_aes_256_gcm(), NULL, key, NULL, encrypt))
-		return context;
-	EVP_CIPHER_CTX_free(context);
-	return NULL;
-}
-
-// Both places of a chunk's plain bytes, through a cipher; out: NULL for what is authenticated only.
-static int update(EVP_CIPHER_CTX *context, unsigned char *out, const struct chunk *c)
-{
-	int count;
-	return EVP_EncryptUpdate(context, out, &count, c->plain, c->first) &&
-	       (c->first == c->size || EVP_EncryptUpdate(context, out ? out + c->first : NULL, &count, c->rest, c->size - c->first));
-}
-
-// GMAC: the tag of data that is authenticated only, under a fixed nonce.
-static int gmac(EVP_CIPHER_CTX *context, const struct chunk *c, unsigned char *tag)
-{
-	static const unsigned char nonce[NONCE_BYTES];
-	int count;
-	return EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && update(context, NULL, c) &&
-	       EVP_EncryptFinal_ex(context, tag, &count) && EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, tag);
-}
-
-static int is_zero(const unsigned char *data, size_t size)
-{
-	return !size || (!*data && !memcmp(data, data + 1, size - 1));
-}
-
 // Finds out which chunks are zero, and the mark of each other one. 0, or BROKEN.
 EXPORT int gpucr_chunks_mark(const unsigned char *key, struct chunk *chunks, size_t count)
 {
-	EVP_CIPHER_CTX *context = cipher(key, 1);
+	EVP_CIPHER_CTX *context = chunk_cipher(key, 1);
 	int done = context != NULL;
-	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
-		c->kind = is_zero(c->plain, c->first) && is_zero(c->rest, c->size - c->first) ? ZERO : RAW;
-		if (c->kind == RAW)
-			done = gmac(context, c, c->tag);
-	}
+	for (struct chunk *c = chunks; done && c < chunks + count; c++)
+		done = chunk_mark(context, c);
 	EVP_CIPHER_CTX_free(context);
 	return done ? 0 : BROKEN;
 }
@@ -204,12 +160,20 @@ static size_t bind(const struct place *p, uint64_t offset, uint32_t size, uint8_
 	return at - data;
 }
 
+// Both places of a chunk's plain bytes, through a cipher, to `out`.
+static int encrypt(EVP_CIPHER_CTX *context, unsigned char *out, const struct chunk *c)
+{
+	int count;
+	return EVP_EncryptUpdate(context, out, &count, c->plain, c->first) &&
+	       (c->first == c->size || EVP_EncryptUpdate(context, out + c->first, &count, c->rest, c->size - c->first));
+}
+
 // Encrypts chunks that are not to be skipped into `room`, one after another, as for a pack from p->offset on.
 // packed: where `pack` has put their blocks. 0, or BROKEN.
 EXPORT int gpucr_chunks_seal(const struct place *p, struct chunk *chunks, size_t count, const unsigned char *packed, unsigned char *room)
 {
 	unsigned char nonce[NONCE_BYTES], data[64 + MAX_NAME_BYTES];
-	EVP_CIPHER_CTX *context = cipher(p->key, 1);
+	EVP_CIPHER_CTX *context = chunk_cipher(p->key, 1);
 	uint64_t offset = p->offset;
 	int done = context != NULL, n;
 	for (struct chunk *c = chunks; done && c < chunks + count; c++) {
@@ -217,7 +181,7 @@ EXPORT int gpucr_chunks_seal(const struct place *p, struct chunk *chunks, size_t
 			continue;
 		size_t length = bind(p, offset, c->size, c->kind, nonce, data);
 		done = EVP_EncryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_EncryptUpdate(context, NULL, &n, data, length) &&
-		       (c->kind == LZ4 ? EVP_EncryptUpdate(context, room, &n, packed, c->length) : update(context, room, c)) &&
+		       (c->kind == LZ4 ? EVP_EncryptUpdate(context, room, &n, packed, c->length) : encrypt(context, room, c)) &&
 		       EVP_EncryptFinal_ex(context, room + c->length, &n) &&
 		       EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_GET_TAG, TAG_BYTES, c->tag);
 		packed += c->kind == LZ4 ? c->length : 0;
@@ -247,7 +211,7 @@ static int decrypt(const struct place *p, const struct chunk *c, const unsigned 
 {
 	unsigned char nonce[NONCE_BYTES], data[64 + MAX_NAME_BYTES];
 	size_t length = bind(p, p->offset, c->size, c->kind, nonce, data);
-	EVP_CIPHER_CTX *context = cipher(p->key, 0);
+	EVP_CIPHER_CTX *context = chunk_cipher(p->key, 0);
 	int n = 0, done = BROKEN;
 	if (context && EVP_DecryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_DecryptUpdate(context, NULL, &n, data, length) &&
 	    EVP_DecryptUpdate(context, target, &n, sealed, c->length) &&
@@ -262,7 +226,7 @@ static int decrypt(const struct place *p, const struct chunk *c, const unsigned 
 // 0, the error number of a read, or a failure.
 EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct chunk *chunks, size_t *count, unsigned char *sealed, unsigned char *opened, const unsigned char *mark_key)
 {
-	EVP_CIPHER_CTX *context = mark_key ? cipher(mark_key, 1) : NULL;
+	EVP_CIPHER_CTX *context = mark_key ? chunk_cipher(mark_key, 1) : NULL;
 	size_t wanted = *count;
 	int failed = mark_key && !context ? BROKEN : 0;
 	for (*count = 0; !failed && *count < wanted; *count += !failed) {
@@ -274,7 +238,7 @@ EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct 
 			failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
 		if (!failed && c->kind == LZ4 && LZ4_decompress_safe((char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
 			failed = NOT_EXPANDED;
-		if (!failed && mark_key && !gmac(context, c, c->tag))
+		if (!failed && mark_key && !chunk_gmac(context, c))
 			failed = BROKEN;
 	}
 	EVP_CIPHER_CTX_free(context);

@@ -31,22 +31,29 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "marks.h"
 #include "util.h"
 
 enum { MAX_LANES = 64, MAX_SPANS = 1024, BAD_USAGE = 64 };
+static const char ready[] = "gpucr-copier 2\n"; // the version of all that is said here; engine/copier.py has it, too
 
 struct span { // `size` bytes at `at` in the window, at `address` in the process
 	uint64_t at, address, size;
 };
 
-struct request {
-	uint32_t nspid, count;
+enum what { MOVE, MARK };
+
+struct request { // MARK: a span is a chunk, whose place in the window does not count; key: of the marks
+	uint32_t nspid, count, what, unused;
+	unsigned char key[KEY_BYTES];
 	struct span spans[MAX_SPANS];
 };
 
 struct answer { // status: 0, or the error number of the span at `address`; ESRCH: the process is gone
-	int32_t status, unused;
+	int32_t status;
+	uint32_t count; // of marks; one of zero bytes says that all bytes are zero
 	uint64_t address;
+	unsigned char marks[MAX_SPANS][TAG_BYTES];
 };
 
 struct process {
@@ -59,7 +66,9 @@ struct lane {
 	int sock;
 	volatile uint64_t *moved;
 	struct request request;
+	struct answer answer;
 	struct iovec here[MAX_SPANS], there[MAX_SPANS];
+	unsigned char chunk[CHUNK_BYTES];
 };
 
 static bool writing;
@@ -82,40 +91,67 @@ static const struct process *find(uint32_t nspid)
 	return NULL;
 }
 
-// The number of a process may be another one's as soon as it has been reaped: so its descriptor is asked before and after.
-static void move(struct lane *lane, struct answer *answer)
+// Moves spans one after another; the lane's ranges are used up.
+static void move_spans(struct lane *lane, const struct process *process, struct iovec *here, struct iovec *there, size_t count)
 {
-	const struct request *request = &lane->request;
-	const struct process *process = find(request->nspid);
-	size_t first = 0, count = request->count;
-
-	if (process == NULL || has_ended(process)) {
-		answer->status = ESRCH;
-		return;
-	}
-	while (first < count) {
-		struct iovec *here = lane->here + first, *there = lane->there + first;
-		ssize_t moved = writing ? process_vm_writev(process->pid, here, count - first, there, count - first, 0) :
-					  process_vm_readv(process->pid, here, count - first, there, count - first, 0);
+	while (count > 0) {
+		ssize_t moved = writing ? process_vm_writev(process->pid, here, count, there, count, 0) :
+					  process_vm_readv(process->pid, here, count, there, count, 0);
 
 		if (moved <= 0) {
-			answer->status = moved < 0 ? errno : EFAULT;
-			answer->address = (uintptr_t)there->iov_base;
+			lane->answer.status = moved < 0 ? errno : EFAULT;
+			lane->answer.address = (uintptr_t)there->iov_base;
 			return;
 		}
 		*lane->moved += moved;
 		for (size_t left = moved; left > 0;) {
-			here = lane->here + first, there = lane->there + first;
 			size_t part = left < here->iov_len ? left : here->iov_len;
 
 			here->iov_base = (char *)here->iov_base + part;
 			there->iov_base = (char *)there->iov_base + part;
 			here->iov_len -= part, there->iov_len -= part, left -= part;
-			first += here->iov_len == 0;
+			if (here->iov_len == 0)
+				here++, there++, count--;
 		}
 	}
+}
+
+// Each chunk is marked while it is in the processor's cache.
+static void mark_spans(struct lane *lane, const struct process *process)
+{
+	struct answer *answer = &lane->answer;
+	EVP_CIPHER_CTX *context = chunk_cipher(lane->request.key, 1);
+
+	if (context == NULL)
+		answer->status = ENOTSUP;
+	for (size_t i = 0; i < lane->request.count && answer->status == 0; i++) {
+		struct chunk c = { .plain = lane->chunk, .rest = lane->chunk, .first = lane->here[i].iov_len, .size = lane->here[i].iov_len };
+
+		move_spans(lane, process, &lane->here[i], &lane->there[i], 1);
+		if (answer->status == 0 && !chunk_mark(context, &c))
+			answer->status = ENOTSUP;
+		memcpy(answer->marks[answer->count++], c.tag, TAG_BYTES);
+	}
+	if (answer->status != 0)
+		answer->count = 0;
+	EVP_CIPHER_CTX_free(context);
+}
+
+// The number of a process may be another one's as soon as it has been reaped: so its descriptor is asked before and after.
+static void serve_request(struct lane *lane)
+{
+	const struct process *process = find(lane->request.nspid);
+
+	if (process == NULL || has_ended(process)) {
+		lane->answer.status = ESRCH;
+		return;
+	}
+	if (lane->request.what == MARK)
+		mark_spans(lane, process);
+	else
+		move_spans(lane, process, lane->here, lane->there, lane->request.count);
 	if (has_ended(process))
-		answer->status = ESRCH;
+		lane->answer.status = ESRCH, lane->answer.count = 0;
 }
 
 // Whether a request of `size` bytes is whole and keeps to the window; the lane's ranges are set then.
@@ -123,15 +159,17 @@ static bool understand(struct lane *lane, size_t size)
 {
 	const struct request *request = &lane->request;
 
-	if (size < offsetof(struct request, spans) || request->count > MAX_SPANS ||
+	if (size < offsetof(struct request, spans) || request->count > MAX_SPANS || request->what > (writing ? MOVE : MARK) ||
 	    size != offsetof(struct request, spans) + request->count * sizeof(struct span))
 		return false;
 	for (size_t i = 0; i < request->count; i++) {
 		const struct span *span = &request->spans[i];
+		bool fits = request->what == MARK ? span->size <= CHUNK_BYTES :
+						    span->size <= window_bytes && span->at <= window_bytes - span->size;
 
-		if (span->size == 0 || span->size > window_bytes || span->at > window_bytes - span->size)
+		if (span->size == 0 || !fits)
 			return false;
-		lane->here[i] = (struct iovec){ window + span->at, span->size };
+		lane->here[i] = (struct iovec){ request->what == MARK ? (char *)lane->chunk : window + span->at, span->size };
 		lane->there[i] = (struct iovec){ (void *)(uintptr_t)span->address, span->size };
 	}
 	return true;
@@ -143,17 +181,18 @@ static void *serve(void *argument)
 
 	for (;;) {
 		ssize_t size = recv(lane->sock, &lane->request, sizeof(lane->request), 0);
-		struct answer answer = { 0 };
+		struct answer *answer = &lane->answer;
 
 		if (size < 0 && errno == EINTR)
 			continue;
 		if (size <= 0)
 			break;
+		answer->status = 0, answer->count = 0, answer->address = 0;
 		if (understand(lane, size))
-			move(lane, &answer);
+			serve_request(lane);
 		else
-			answer.status = EINVAL;
-		if (send(lane->sock, &answer, sizeof(answer), MSG_NOSIGNAL) < 0)
+			answer->status = EINVAL;
+		if (send(lane->sock, answer, offsetof(struct answer, marks) + answer->count * TAG_BYTES, MSG_NOSIGNAL) < 0)
 			break;
 	}
 	close(lane->sock);
@@ -271,6 +310,9 @@ int main(int argc, char **argv)
 			say("copier: no thread");
 			return 1;
 		}
+	if (write(STDOUT_FILENO, ready, sizeof(ready) - 1) < 0)
+		return 1;
+	close(STDOUT_FILENO);
 	for (size_t i = 0; i < count; i++)
 		pthread_join(threads[i], NULL);
 	return 0;

@@ -21,8 +21,9 @@ from pathlib import Path
 
 from gpucr_hpc.engine import pagemap
 from gpucr_hpc.engine.copier import Copier
+from gpucr_hpc.engine.sealed import Chunk, SealedMemory, split
 from gpucr_hpc.errors import ImageError, MemoryUnreadable
-from gpucr_hpc.image.extents import Extent
+from gpucr_hpc.image.extents import Extent, Sealed
 from gpucr_hpc.wire import peer_of
 
 SOCKET = "memory.sock"
@@ -47,6 +48,8 @@ class Bypass:
     peer_uid = 0
     #: What reads the processes that it knows, instead of their descriptors.
     copier: Copier | None = None
+    #: What of those was sealed before.
+    sealed: SealedMemory | None = None
 
     def __init__(self, directory: Path) -> None:
         path = directory / SOCKET
@@ -101,7 +104,7 @@ class Bypass:
         with self._lock:
             return sum(end - begin for process in self._processes.values() for begin, end in process.ranges)
 
-    def join(self, pid: int, data: bytes, rest: int) -> tuple[bytes, list[Extent]]:
+    def join(self, pid: int, data: bytes, rest: int) -> tuple[bytes, list[Extent | Sealed]]:
         """The pagemap of a process as CRIU would have written it, and where the pages lie, in the order of the file.
 
         data: the pagemap as CRIU has written it, to its end. rest: a file with the pages of that. Raises
@@ -116,15 +119,22 @@ class Bypass:
             raise MemoryUnreadable(reason=f"process {pid}: {error}") from None
         if process is not None:
             process.joined = len(ranges)
-        extents, at = [], 0
-        source = self.copier.memory(pid) if self.copier is not None and pid in self.copier.pids else None
+        extents: list[Extent | Sealed] = []
+        at = 0
+        read = marks = None
+        chunks: list[Chunk] = []
+        if self.copier is not None and pid in self.copier.pids:
+            read, marks = self.copier.memory(pid), self.copier.marks(pid)
+            chunks = self.sealed.chunks(pid) if self.sealed is not None else []
         for address, size, ours in runs:
-            if ours:
-                assert process is not None
-                extents.append(Extent(source or process.memory, address, size))
-            else:
+            if not ours:
                 extents.append(Extent(rest, at, size))
                 at += size
+            elif read is not None and marks is not None:
+                extents += split(address, size, chunks, read, marks)
+            else:
+                assert process is not None
+                extents.append(Extent(process.memory, address, size))
         if at != os.fstat(rest).st_size:
             size = os.fstat(rest).st_size
             raise MemoryUnreadable(reason=f"process {pid}: CRIU gave {size} bytes, {at} expected")

@@ -23,8 +23,8 @@ from gpucr_hpc import proc
 from gpucr_hpc.engine.worker_client import WorkerClient
 from gpucr_hpc.errors import MemoryUnreadable
 from gpucr_hpc.image.buffers import Buffer, address_of, copy_out
-from gpucr_hpc.image.chunks import CHUNK_BYTES
-from gpucr_hpc.image.extents import Read
+from gpucr_hpc.image.chunks import CHUNK_BYTES, TAG_BYTES
+from gpucr_hpc.image.extents import Marks, Read
 from gpucr_hpc.image.files import default_workers
 from gpucr_hpc.log import Log
 
@@ -39,7 +39,11 @@ MAX_PROCESSES = 256
 _PIECE_BYTES = 1 << 20  # read at a time: it is copied on while it is in the processor's cache
 _MAX_SPANS = 1024
 _MAX_WRITERS = 12  # of 22 GB on 16 processors 8 threads took 2.27 s, 12 1.95 s, 15 1.87 s
-_HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=II", "=QQQ", "=iIQ", "=Q"))
+_HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=IIII32s", "=QQQ", "=iIQ", "=Q"))
+_MOVE, _MARK = range(2)
+_NO_KEY = bytes(32)
+_MAX_ANSWER_BYTES = _ANSWER.size + _MAX_SPANS * TAG_BYTES
+_READY = b"gpucr-copier 2\n"  # copier.c
 
 log = Log(__name__)
 
@@ -88,10 +92,15 @@ async def _start(
             ",".join(f"{nspid}:{pid}:{pidfd}" for nspid, (pid, pidfd) in known.items()),
             pass_fds=(window, *theirs, *(pidfd for _, pidfd in known.values())),
             stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             env=proc.clean_env(),
             start_new_session=True,
         )
         stack.push_async_callback(proc.end, process)
+        assert process.stdout is not None
+        said = await process.stdout.readline()
+        if said != _READY:
+            raise OSError(f"it says {said.decode(errors='replace')!r} instead of {_READY.decode()!r}")
         await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
     return lambda: sum(count for (count,) in _COUNT.iter_unpack(counts))
 
@@ -110,16 +119,32 @@ class Lane:
     def move_at(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
         """As `move`, with places in the window."""
         for first in range(0, len(spans), _MAX_SPANS):
-            some = spans[first : first + _MAX_SPANS]
-            try:
-                self._sock.send(_HEAD.pack(nspid, len(some)) + b"".join(_SPAN.pack(*span) for span in some))
-                answer = self._sock.recv(_ANSWER.size)
-            except OSError:
-                answer = b""
-            status, _, address = _ANSWER.unpack(answer) if answer else (errno.EPIPE, 0, some[0][1])
+            status, address, _ = self._ask(nspid, _MOVE, _NO_KEY, spans[first : first + _MAX_SPANS])
             if status:
                 return status, address
         return 0, 0
+
+    def marks(self, nspid: int, key: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[int, int, list[bytes]]:
+        """What native.Native.mark finds under `key` for chunks (address, bytes), of zero bytes for what is zero; before
+        it as `move`."""
+        found: list[bytes] = []
+        for first in range(0, len(ranges), _MAX_SPANS):
+            spans = [(0, *some) for some in ranges[first : first + _MAX_SPANS]]
+            status, address, marks = self._ask(nspid, _MARK, key, spans)
+            if status:
+                return status, address, []
+            found += (marks[at : at + TAG_BYTES] for at in range(0, len(marks), TAG_BYTES))
+        return 0, 0, found
+
+    def _ask(self, nspid: int, what: int, key: bytes, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int, bytes]:
+        try:
+            request = _HEAD.pack(nspid, len(spans), what, 0, key) + b"".join(map(_SPAN.pack, *zip(*spans, strict=True)))
+            self._sock.send(request)
+            answer = self._sock.recv(_MAX_ANSWER_BYTES)
+        except OSError:
+            answer = b""
+        status, _, address = _ANSWER.unpack_from(answer) if answer else (errno.EPIPE, 0, spans[0][1])
+        return status, address, answer[_ANSWER.size :]
 
     def close(self) -> None:
         self._sock.close()
@@ -173,6 +198,18 @@ class Copier:
                     target = target[size:]
 
         return read
+
+    def marks(self, nspid: int) -> Marks:
+        """Marks chunks of a process; raises MemoryUnreadable."""
+
+        def mark(key: bytes, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+            with self.lane() as lane:
+                status, address, found = lane.marks(nspid, key, ranges)
+            if status:
+                raise MemoryUnreadable(reason=f"{os.strerror(status)} at {address:#x}")
+            return found
+
+        return mark
 
     def close(self) -> None:
         """The program ends then. Nobody may be in a lane; twice is fine."""

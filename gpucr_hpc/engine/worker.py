@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import bypass, copier, fill, fillplan, inspection, pagemap, sharedfiles, stream
+from gpucr_hpc.engine import bypass, copier, fill, fillplan, inspection, pagemap, sealed, sharedfiles, stream
 from gpucr_hpc.engine.renumber import renumber
 from gpucr_hpc.engine.worker_files import UserFileVerbs
 from gpucr_hpc.engine.worker_store import StoreVerbs
@@ -55,7 +55,7 @@ class Worker(StoreVerbs, UserFileVerbs):
         self._serve: stream.Serve | None = None
         self._parts: list[fillplan.Part] = []
         self._copier: copier.Copier | None = None
-        self._early = 0  # streams of memory that was read before the freeze
+        self._early = sealed.SealedMemory()
 
     def run(self) -> None:
         """Obey until the agent closes the socket."""
@@ -157,7 +157,7 @@ class Worker(StoreVerbs, UserFileVerbs):
             self._copier.close()
         self._copier = copier.Copier(window, sockets, pids)
         if self._memory is not None:
-            self._memory.copier = self._copier
+            self._memory.copier, self._memory.sealed = self._copier, self._early
         if self._writer is not None:
             self._writer.adopt(self._copier.window, self._copier.pool_begins)
 
@@ -167,9 +167,9 @@ class Worker(StoreVerbs, UserFileVerbs):
         assert self._writer is not None
         assert self._copier is not None
         read = copier.or_zeros(self._copier.memory(pid))
-        self._early += 1
-        with self._writer.stream(f"early-{self._early}.img", pages=True, early=True) as file:
+        with self._writer.stream(self._early.name(), pages=True, early=True) as file:
             file.copy_extents(Extent(read, begin, end - begin) for begin, end in ranges)
+        self._early.add(pid, ranges, file)
 
     def do_add(self, fd: int, name: str) -> int:
         """Take everything that a pipe gives as one more file of the image; return its size in bytes."""

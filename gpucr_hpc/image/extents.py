@@ -15,6 +15,9 @@ from gpucr_hpc.errors import MemoryUnreadable
 
 #: Reads ranges (position, bytes), one after another, into memory of their size. Raises MemoryUnreadable.
 Read = Callable[[Sequence[tuple[int, int]], memoryview], None]
+#: The marks, under a key, of chunks (position, bytes) as they are now (chunkid.py), and zero bytes for those that are
+#: zero. Raises MemoryUnreadable.
+Marks = Callable[[bytes, Sequence[tuple[int, int]]], Sequence[bytes]]
 
 
 class Extent(NamedTuple):
@@ -24,6 +27,16 @@ class Extent(NamedTuple):
     source: int | Read
     position: int
     size: int
+
+
+class Sealed(NamedTuple):
+    """Chunks, one after another, that were sealed before and may have changed since. places: positions in the source
+    and bytes; records: of each."""
+
+    marks: Marks
+    read: Read
+    places: Sequence[tuple[int, int]]
+    records: Sequence[bytes]
 
 
 class Extents:
@@ -60,17 +73,41 @@ def _read(fd: int, ranges: Sequence[tuple[int, int]], target: memoryview) -> Non
             target, position = target[count:], position + count
 
 
-def parts(extents: Iterable[Extent], part_bytes: int) -> Iterator[tuple[int, Extents]]:
-    """Sizes and sources of the parts of a stream: `part_bytes` each, but for the last one."""
+class Cut(NamedTuple):
+    """What becomes a part of a stream. last: its end ends a chunk."""
+
+    size: int
+    source: Extents | Sealed
+    last: bool
+
+
+def parts(extents: Iterable[Extent | Sealed], part_bytes: int) -> Iterator[Cut]:
+    """The parts of a stream: `part_bytes` each, but for the last one, those before what was sealed, and that itself."""
     some: list[Extent] = []
     left = part_bytes
-    for source, position, size in extents:
+    for extent in extents:
+        if isinstance(extent, Sealed):
+            yield Cut(part_bytes - left, Extents(some), last=True)
+            some, left = [], part_bytes
+            yield from _sealed(extent, part_bytes)
+            continue
+        source, position, size = extent
         while size:
             count = min(size, left)
             some.append(Extent(source, position, count))
             position, size, left = position + count, size - count, left - count
             if not left:
-                yield part_bytes, Extents(some)
+                yield Cut(part_bytes, Extents(some), last=False)
                 some, left = [], part_bytes
-    if some:
-        yield part_bytes - left, Extents(some)
+    yield Cut(part_bytes - left, Extents(some), last=True)
+
+
+def _sealed(extent: Sealed, part_bytes: int) -> Iterator[Cut]:
+    """As many chunks at a time as are no less than a part."""
+    begin = size = 0
+    for number, (_, count) in enumerate(extent.places, 1):
+        size += count
+        if size >= part_bytes or number == len(extent.places):
+            some = slice(begin, number)
+            yield Cut(size, extent._replace(places=extent.places[some], records=extent.records[some]), last=True)
+            begin, size = number, 0

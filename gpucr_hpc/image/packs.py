@@ -76,6 +76,17 @@ class Packs:
         self.ends.append(len(data))
         self.bytes_stored += len(data)
 
+    @property
+    def mark_key(self) -> bytes:
+        """Of the marks that `is_chunk` takes."""
+        return self._ids.mark_key
+
+    def is_chunk(self, record: bytes, mark: bytes, size: int) -> bool:
+        """Whether `size` bytes with this mark, which is zero for what is zero, are the chunk of a record."""
+        _, _, plain, _, _, kind, _, name = layout.RECORD.unpack(record)
+        same = mark == _ZERO_TAG if kind == ChunkKind.ZERO else self._ids.name(mark) == name
+        return bool(same and plain == size)
+
     def store(self, pieces: Sequence[Piece]) -> bytes:
         """The records of at most MAX_CHUNKS chunks, which are in the store when this returns, or were before."""
         if native.library is None:

@@ -74,8 +74,9 @@ class Part:
         pages: bool,
         last: bool,
     ) -> None:
-        self._means, self._size, self._before = means, size, before
-        self._keep, self._put, self._pages, self._last = keep, put, pages, last
+        self._means, self._before = means, before
+        self._keep, self._put, self._pages = keep, put, pages
+        self.size_bytes, self.is_last = size, last
         self._buffer = source if isinstance(source, Buffer) else None
         self._source = None if isinstance(source, Buffer) else source
         self._ends: list[int] = []
@@ -98,12 +99,12 @@ class Part:
     def is_small(self) -> bool:
         """Whether handing it over costs more than sealing it at once, for which those before it must be cut."""
         before = self._before
-        return self.is_fetched and self._size <= _SMALL_BYTES and (before is None or before._is_cut)
+        return self.is_fetched and self.size_bytes <= _SMALL_BYTES and (before is None or before._is_cut)
 
     @property
     def _left(self) -> int:
         """Bytes at the end that belong to the next part's first chunk."""
-        return self._size - self._ends[-1] if self._ends else 0
+        return self.size_bytes - self._ends[-1] if self._ends else 0
 
     def fetch(self) -> None:
         """Get the bytes. A failure is the image's. Twice is fine."""
@@ -114,7 +115,7 @@ class Part:
         try:
             self._means.check()
             self._buffer = self._means.buffers.take()
-            source.empty_into(self._buffer.view[: self._size])
+            source.empty_into(self._buffer.view[: self.size_bytes])
             empty = True
         except Exception as error:
             self._means.fail(error)
@@ -135,26 +136,25 @@ class Part:
         for part in reversed(uncut):
             with part._cutting:
                 if not part._is_cut:
-                    part.wait()
-                    self._means.check()
                     part._cut()
+                    part._is_cut, part._before = True, None
 
     def _cut(self) -> None:
+        self.wait()
+        self._means.check()
         before, left, mark = self._before, 0, 1
         if before is not None:
             left, mark = before._left, before._mark
             self._joined = before if left else None
         if self._pages:
-            pages, self._mark = cutting.cut(self._buffer, self._size, left // cutting.PAGE_BYTES, mark)
+            pages, self._mark = cutting.cut(self._buffer, self.size_bytes, left // cutting.PAGE_BYTES, mark)
             self._ends = [page * cutting.PAGE_BYTES for page in pages]
-            if self._last and left + self._size > 0 and self._ends[-1:] != [self._size]:
-                self._ends.append(self._size)
+            if self.is_last and left + self.size_bytes > 0 and self._ends[-1:] != [self.size_bytes]:
+                self._ends.append(self.size_bytes)
         else:
-            self._ends = [*range(CHUNK_BYTES, self._size, CHUNK_BYTES), self._size]
+            self._ends = [*range(CHUNK_BYTES, self.size_bytes, CHUNK_BYTES), self.size_bytes]
         self._users += self._left > 0
         self._number = self._keep(len(self._ends))
-        self._is_cut = True
-        self._before = None
 
     def seal(self) -> None:
         """Have its chunks stored and their records put; a failure is the image's."""

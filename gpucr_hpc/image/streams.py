@@ -14,9 +14,10 @@ from collections.abc import Iterable
 
 from gpucr_hpc.errors import UsageError
 from gpucr_hpc.image import layout
+from gpucr_hpc.image.again import Again
 from gpucr_hpc.image.buffers import Buffer
 from gpucr_hpc.image.crew import Crew
-from gpucr_hpc.image.extents import Extent, parts
+from gpucr_hpc.image.extents import Extent, Sealed, parts
 from gpucr_hpc.image.files import wait_for, widen_pipe
 from gpucr_hpc.image.parts import Means, Part, Source
 
@@ -74,23 +75,30 @@ class StreamWriter:
                 return self.size_bytes + self._filled - before
             self._advance(count)
 
-    def copy_extents(self, extents: Iterable[Extent]) -> int:
-        """Append what lies in files; the bytes. Only for memory, and to a stream that is empty.
+    def copy_extents(self, extents: Iterable[Extent | Sealed]) -> int:
+        """Append what lies in files or in memory of processes; the bytes. Only for memory, and to a stream that is
+        empty.
 
-        The crew reads them: when `close` has returned, too, all are read, and the descriptors may be closed. After a
+        The crew reads it: when `close` has returned, too, all is read, and the descriptors may be closed. After a
         failure they may be when the image is aborted. Raises MemoryUnreadable, the image's first failure.
         """
         assert self._pages
         assert not self._filled + self.size_bytes
         total = 0
-        for size, source in parts(extents, self._part_bytes):
-            if size == self._part_bytes:
-                self._submit(size, source)
-            else:
-                source.empty_into(self._room().view[:size])
-                self._filled = size
+        for size, source, last in parts(extents, self._part_bytes):
+            if isinstance(source, Sealed):
+                self._hand_over(Again(self._means, size, source, before=self._last, keep=self._keep, put=self._put))
+            elif size or self._last is not None:
+                self._submit(size, source if size else None, last)
             total += size
         return total
+
+    def sealed(self) -> bytes:
+        """The records of its first chunks, as many as are in the store."""
+        with self._lock:
+            records = bytes(self.records)
+        bound = next((at for at in _starts(records) if records.startswith(_EMPTY_RECORD, at)), len(records))
+        return records[:bound]
 
     def _hand_on(self, fd: int) -> None:
         """Have a pipe's content copied by the crew, but for the rest that is no whole part."""
@@ -112,7 +120,7 @@ class StreamWriter:
         failure."""
         if self.closed:
             return
-        if self._filled or (self._pages and self._last is not None):
+        if self._filled or (self._pages and self._last is not None and not self._last.is_last):
             self._flush(last=True)
         if self._buffer is not None:
             self._means.buffers.give(self._buffer)
@@ -148,16 +156,20 @@ class StreamWriter:
         self._submit(size, buffer, last)
 
     def _submit(self, size: int, source: Buffer | Source | None, last: bool = False) -> None:
-        part = Part(
-            self._means,
-            size,
-            source,
-            before=self._last,
-            keep=self._keep,
-            put=self._put,
-            pages=self._pages,
-            last=last,
+        self._hand_over(
+            Part(
+                self._means,
+                size,
+                source,
+                before=self._last,
+                keep=self._keep,
+                put=self._put,
+                pages=self._pages,
+                last=last,
+            )
         )
+
+    def _hand_over(self, part: Part) -> None:
         while self._fetching and self._fetching[0].is_fetched:
             self._fetching.popleft()
         self._fetching.append(part)
@@ -167,7 +179,7 @@ class StreamWriter:
             raise UsageError(reason=f"stream {self.name!r}: its image is finished")
         self._means.check()
         self._last = part
-        self.size_bytes += size
+        self.size_bytes += part.size_bytes
 
     def _keep(self, count: int) -> int:
         with self._lock:
@@ -194,3 +206,7 @@ class StreamWriter:
         """These are all that it holds; no chunk is on its way any more."""
         self.records = bytearray(records)
         self.size_bytes = sum(record[2] for record in layout.RECORD.iter_unpack(records))
+
+
+def _starts(records: bytes) -> range:
+    return range(0, len(records), layout.RECORD.size)

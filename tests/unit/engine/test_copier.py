@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from gpucr_hpc.engine import copier
 from gpucr_hpc.engine.copier import Copier
 from gpucr_hpc.errors import MemoryUnreadable
+from gpucr_hpc.image.chunks import CHUNK_BYTES
 from gpucr_hpc.lab.wait import wait_until
 
 _SOURCE = Path(__file__).resolve().parents[3] / "spank_plugin"
@@ -164,6 +166,47 @@ async def through_lane(through: Copier) -> AsyncIterator[copier.Lane]:
         yield lane
 
 
+def test_chunks_are_marked_where_they_are(program, process):
+    """More than a message takes, some of them zero; nothing of them comes into the window."""
+    child, address = process
+    key, nothing = os.urandom(32), CONTENT.index(0)
+    ranges, data = ranges_of(3, address)
+    chunks = [(place, min(size, CHUNK_BYTES)) for place, size in [*ranges, (address + nothing, 1)]]
+    mark = AESGCM(key).encrypt
+    wanted = [mark(bytes(12), b"", CONTENT[place - address : place - address + size]) for place, size in chunks]
+    wanted[-1] = bytes(16)
+
+    async def work() -> None:
+        async with copying(program, child.pid) as through:
+            assert through.marks(NSPID)(key, chunks) == wanted
+            assert not any(through.window[:])
+            assert through.marks(NSPID)(key, []) == []
+
+    run(work)
+    assert len(data) > len(chunks) > 1024
+
+
+def test_what_cannot_be_marked_is_named(program, process):
+    child, address = process
+    key, gone = os.urandom(32), address + SIZE
+
+    async def work() -> None:
+        async with copying(program, child.pid) as through:
+            mark = through.marks(NSPID)
+            with pytest.raises(MemoryUnreadable, match=f"Bad address at {gone:#x}"):
+                mark(key, [(address, 5), (gone - 50, 100), (address, 6)])
+            with pytest.raises(MemoryUnreadable, match="Invalid argument"):
+                mark(key, [(address, CHUNK_BYTES + 1)])
+            with pytest.raises(MemoryUnreadable, match="No such process"):
+                through.marks(NSPID + 1)(key, [(address, 5)])
+            assert len(mark(key, [(address, 5)])) == 1
+        async with copying(program, child.pid, write=True) as through:
+            with pytest.raises(MemoryUnreadable, match="Invalid argument"):
+                through.marks(NSPID)(key, [(address, 5)])
+
+    run(work)
+
+
 @pytest.mark.parametrize(
     "span",
     [
@@ -273,11 +316,14 @@ def test_without_the_program_nothing_is_started(process):
     run(work)
 
 
-def test_a_program_that_cannot_be_started_is_not_used(process, tmp_path):
+@pytest.mark.parametrize(
+    "content", [b"\x7fELF of another kind", b"#!/bin/sh\necho gpucr-copier 1\nread", b"#!/bin/sh\nexit 127"]
+)
+def test_a_program_that_cannot_be_started_or_is_another_is_not_used(process, tmp_path, content):
     """Memory goes the other way then."""
     child, _ = process
     program = tmp_path / "gpucr-copier"
-    program.write_bytes(b"\x7fELF of another kind")
+    program.write_bytes(content)
     program.chmod(0o755)
 
     async def work() -> None:

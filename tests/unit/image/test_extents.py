@@ -61,9 +61,10 @@ def test_parts_are_whole_but_for_the_last(places, chunks):
     """Every byte once, in its order; all parts but the last one have the size that is asked for."""
     extents = [Extent(3, position, size) for position, size in places]
     cut = list(parts(extents, chunks * CHUNK_BYTES))
-    assert all(size == chunks * CHUNK_BYTES for size, _ in cut[:-1])
-    assert all(size == sum(extent.size for extent in source._extents) for size, source in cut)
-    at, flat = 0, [extent for _, source in cut for extent in source._extents]
+    assert all(size == chunks * CHUNK_BYTES for size, _, _ in cut[:-1])
+    assert all(size == sum(extent.size for extent in source._extents) for size, source, _ in cut)
+    assert [last for _, _, last in cut] == [False] * (len(cut) - 1) + [True]
+    at, flat = 0, [extent for _, source, _ in cut for extent in source._extents]
     for extent in filter(lambda extent: extent.size, extents):
         left, place = extent.size, extent.position
         while left:
