@@ -16,7 +16,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { VERSION = 2 };  // of what is below; native.py refuses another one
+enum { VERSION = 3 };  // of what is below; native.py refuses another one
 enum { PAGE_BYTES = 4096, WORDS = PAGE_BYTES / 8, MIN_PAGES = 32, MAX_PAGES = 256, MEAN_PAGES = 97 };
 enum { SAMPLE_BYTES = 16 << 10, SAMPLED_BYTES = 256 << 10 };  // one for each so many, two at least
 enum { MAX_NAME_BYTES = 128 };
@@ -207,40 +207,84 @@ static int read_all(int fd, unsigned char *room, size_t size, uint64_t offset)
 	return 0;
 }
 
-static int decrypt(const struct place *p, const struct chunk *c, const unsigned char *sealed, unsigned char *target)
+// A chunk of the index: docs/format.md, section 2.2.
+struct record {
+	uint64_t offset;
+	uint32_t stored, size;
+	uint16_t pack;
+	uint8_t source, kind;
+	unsigned char tag[TAG_BYTES], id[TAG_BYTES];
+} __attribute__((packed));
+
+_Static_assert(sizeof(struct record) == 52, "as layout.RECORD has it");
+
+// What chunks of an index are opened with. sources: what each was encrypted with, whose offset and pack do not count. fds: of
+// the packs of each source, `packs` of them, -1 where there is none.
+struct opening {
+	const struct place *sources;
+	const int *fds;
+	size_t source_count, packs;
+	const unsigned char *mark_key;
+	unsigned char *sealed, *opened; // room for a chunk each
+};
+
+static int decrypt(EVP_CIPHER_CTX *context, const struct place *p, const struct record *r, const unsigned char *sealed, unsigned char *target)
 {
 	unsigned char nonce[NONCE_BYTES], data[64 + MAX_NAME_BYTES];
-	size_t length = bind(p, p->offset, c->size, c->kind, nonce, data);
-	EVP_CIPHER_CTX *context = chunk_cipher(p->key, 0);
-	int n = 0, done = BROKEN;
-	if (context && EVP_DecryptInit_ex(context, NULL, NULL, NULL, nonce) && EVP_DecryptUpdate(context, NULL, &n, data, length) &&
-	    EVP_DecryptUpdate(context, target, &n, sealed, c->length) &&
-	    EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_SET_TAG, TAG_BYTES, (void *)c->tag))
-		done = EVP_DecryptFinal_ex(context, target + n, &n) > 0 ? 0 : FORGED;
-	EVP_CIPHER_CTX_free(context);
-	return done;
+	size_t length = bind(p, p->offset, r->size, r->kind, nonce, data);
+	int n = 0;
+
+	if (!EVP_DecryptInit_ex(context, NULL, NULL, NULL, nonce) || !EVP_DecryptUpdate(context, NULL, &n, data, length) ||
+	    !EVP_DecryptUpdate(context, target, &n, sealed, r->stored) ||
+	    !EVP_CIPHER_CTX_ctrl(context, EVP_CTRL_AEAD_SET_TAG, TAG_BYTES, (void *)r->tag))
+		return BROKEN;
+	return EVP_DecryptFinal_ex(context, target + n, &n) > 0 ? 0 : FORGED;
 }
 
-// Opens chunks, each at its place in a file, until one fails; *count says how many were opened. A chunk's plain bytes go to
-// where it says, their mark, under mark_key if there is one, into its tag. sealed, opened: room for what is stored of one.
-// 0, the error number of a read, or a failure.
-EXPORT int gpucr_chunks_open(const struct place *places, const int *fds, struct chunk *chunks, size_t *count, unsigned char *sealed, unsigned char *opened, const unsigned char *mark_key)
+static int open_one(const struct opening *o, EVP_CIPHER_CTX *context, const struct record *r, unsigned char *plain)
 {
-	EVP_CIPHER_CTX *context = mark_key ? chunk_cipher(mark_key, 1) : NULL;
-	size_t wanted = *count;
-	int failed = mark_key && !context ? BROKEN : 0;
-	for (*count = 0; !failed && *count < wanted; *count += !failed) {
-		const struct place *p = places + *count;
-		struct chunk *c = chunks + *count;
-		unsigned char *plain = (unsigned char *)c->plain;
-		failed = read_all(fds[*count], sealed, c->length, p->offset);
-		if (!failed)
-			failed = decrypt(p, c, sealed, c->kind == LZ4 ? opened : plain);
-		if (!failed && c->kind == LZ4 && LZ4_decompress_safe((char *)opened, (char *)plain, c->length, c->size) != (int)c->size)
-			failed = NOT_EXPANDED;
-		if (!failed && mark_key && !chunk_gmac(context, c))
+	struct place p = o->sources[r->source];
+	int fd = o->fds[r->source * o->packs + r->pack], failed;
+
+	if (fd < 0 || r->size > CHUNK_BYTES || r->stored > CHUNK_BYTES || (r->kind != RAW && r->kind != LZ4))
+		return BROKEN;
+	p.offset = r->offset, p.pack = r->pack;
+	failed = read_all(fd, o->sealed, r->stored, r->offset);
+	if (!failed)
+		failed = decrypt(context, &p, r, o->sealed, r->kind == LZ4 ? o->opened : plain);
+	if (!failed && r->kind == LZ4 && LZ4_decompress_safe((char *)o->opened, (char *)plain, r->stored, r->size) != (int)r->size)
+		failed = NOT_EXPANDED;
+	return failed;
+}
+
+// Opens chunks, none of them ZERO, one after another into `plain`, until one fails; *count says how many were opened. marks: of
+// their plain bytes under the mark key, if there is one. 0, the error number of a read, or a failure.
+EXPORT int gpucr_chunks_open(const struct opening *o, const struct record *records, size_t *count, unsigned char *plain, unsigned char (*marks)[TAG_BYTES])
+{
+	EVP_CIPHER_CTX *marking = o->mark_key ? chunk_cipher(o->mark_key, 1) : NULL, *context = NULL;
+	const struct record *end = records + *count;
+	int failed = o->mark_key && !marking ? BROKEN : 0, source = -1;
+
+	for (*count = 0; !failed && records < end; records++, marks++) {
+		struct chunk c = { .plain = plain, .first = records->size, .size = records->size };
+
+		if (records->source >= o->source_count || records->pack >= o->packs) {
 			failed = BROKEN;
+			break;
+		}
+		if (source != records->source) {
+			EVP_CIPHER_CTX_free(context);
+			source = records->source;
+			context = chunk_cipher(o->sources[source].key, 0);
+		}
+		failed = context ? open_one(o, context, records, plain) : BROKEN;
+		if (!failed && marking && !chunk_gmac(marking, &c))
+			failed = BROKEN;
+		memcpy(*marks, c.tag, TAG_BYTES);
+		plain += records->size;
+		*count += !failed;
 	}
+	EVP_CIPHER_CTX_free(marking);
 	EVP_CIPHER_CTX_free(context);
 	return failed;
 }

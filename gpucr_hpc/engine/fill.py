@@ -130,7 +130,7 @@ def _write(reader: ImageReader, span: Span, put: Put, room: Buffer) -> int:
     """Put chunks into their places; their size in bytes."""
     part = span.part
     spans: list[tuple[int, int, int]] = []
-    for offset, (at, size) in zip(span.offsets, reader.open_into(part.pages, span.numbers, room), strict=True):
+    for offset, at, size in _joined(span.offsets, reader.open_into(part.pages, span.numbers, room)):
         spans += ((at + begin, address, end - begin) for begin, end, address in part.addresses(offset, size))
     status, address = put(part.pid, spans)
     if status in (SHORT, errno.ESRCH):
@@ -140,6 +140,17 @@ def _write(reader: ImageReader, span: Span, put: Put, room: Buffer) -> int:
         reason = f"memory of process {part.pid} at {address:#x} cannot be filled: {os.strerror(status)}"
         raise RestoreFailed(reason=reason, log="none")
     return sum(size for _, _, size in spans)
+
+
+def _joined(offsets: Sequence[int], places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Offset in the pages file, place in the buffer and bytes of chunks; neighbours as one."""
+    first, begin, length = offsets[0], 0, 0
+    for offset, (at, size) in zip(offsets, places, strict=True):
+        if offset != first + length:
+            yield first, begin, length
+            first, begin, length = offset, at, 0
+        length += size
+    yield first, begin, length
 
 
 def _near(processors: Sequence[int]) -> set[int]:

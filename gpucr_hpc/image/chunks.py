@@ -20,7 +20,7 @@ from gpucr_hpc.image.buffers import Buffer, compress, equal
 #: Largest plain chunk. 1 MiB is the size of the largest pipe that a process gets without privilege.
 CHUNK_BYTES = 1 << 20
 #: Length of a GCM tag.
-TAG_BYTES = 16
+TAG_BYTES = native.TAG_BYTES
 #: Length of an image key.
 KEY_BYTES = 32
 #: LZ4 is tried on this much for each quarter of a MiB of a chunk first, at two places at least: incompressible data

@@ -62,6 +62,13 @@ class Stream:
         """Chunk number `number`, from 0."""
         return Chunk(*RECORD.unpack_from(self.records, number * RECORD.size))
 
+    def some(self, numbers: Sequence[int]) -> bytes:
+        """The records of these chunks, packed."""
+        size = RECORD.size
+        if numbers and numbers[-1] - numbers[0] + 1 == len(numbers):
+            return self.records[numbers[0] * size : (numbers[-1] + 1) * size]
+        return b"".join([self.records[number * size : (number + 1) * size] for number in numbers])
+
     def places(self) -> Iterator[tuple[int, int, int]]:
         """Of each chunk: where it begins in the stream, its plain length, its kind."""
         at = 0

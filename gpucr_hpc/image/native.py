@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from gpucr_hpc.errors import ImageError
 
 LIBRARY = Path("/usr/lib/gpucr/libgpucr_chunks.so")
-_VERSION = 2
+_VERSION = 3
 # On some processors older ones encrypt at half the speed of the package cryptography's; with few processors that costs
 # more than Python's lock.
 _FAST_OPENSSL = 0x30500000
@@ -26,11 +26,13 @@ _MANY_PROCESSORS = 4
 MAX_CHUNKS = 34
 _ENDS = MAX_CHUNKS + 2
 
-# struct chunk, struct place and struct span of chunks.c
+# struct chunk, struct place, struct opening and struct span of chunks.c
 _CHUNK = struct.Struct("=QQIIIBB2x16s")
 _PLACE = struct.Struct("=32sQHHH128s2x")
 _MAX_NAME_BYTES = 128
+_OPENING = struct.Struct("=7Q")
 _SPAN = struct.Struct("=QQQ")
+TAG_BYTES = 16
 
 #: What `Native.open` found other than a chunk; a positive number is the error number of the read.
 SHORT, FORGED, NOT_EXPANDED = -1, -2, -3
@@ -68,6 +70,32 @@ class Table:
         return list(map(Row._make, _CHUNK.iter_unpack(memoryview(self._hold)[: count * _CHUNK.size])))
 
 
+class Opening:
+    """What chunks are opened with, by one thread at a time. sources: `place` of each; files: descriptors of the packs
+    of each, by their numbers; sealed, opened: room for a chunk. Without mark_key there are no marks."""
+
+    def __init__(
+        self,
+        sources: Sequence[bytes],
+        files: Sequence[Mapping[int, int]],
+        mark_key: bytes | None,
+        sealed: int,
+        opened: int,
+    ) -> None:
+        packs = max((number + 1 for known in files for number in known), default=0)
+        fds = [known.get(number, -1) for known in files for number in range(packs)]
+        self._hold = (
+            ctypes.create_string_buffer(b"".join(sources)),
+            (ctypes.c_int * len(fds))(*fds),
+            None if mark_key is None else ctypes.create_string_buffer(mark_key, len(mark_key)),
+        )
+        places, numbers, key = (0 if part is None else ctypes.addressof(part) for part in self._hold)
+        self._opening = ctypes.create_string_buffer(
+            _OPENING.pack(places, numbers, len(sources), packs, key, sealed, opened), _OPENING.size
+        )
+        self.address = ctypes.addressof(self._opening)
+
+
 def place(key: bytes, offset: int, rank: int, pack: int, checkpoint: bytes) -> bytes:
     """Where chunks lie and what binds them to it."""
     if len(checkpoint) > _MAX_NAME_BYTES:
@@ -93,7 +121,7 @@ class Native:
         self._mark.argtypes = (ctypes.c_char_p, address, size)
         self._pack.argtypes, self._pack.restype = (address, size, address, size, address), size
         self._seal.argtypes = (ctypes.c_char_p, address, size, address, address)
-        self._open.argtypes = (ctypes.c_char_p, *(address,) * 5, ctypes.c_char_p)
+        self._open.argtypes = (address, ctypes.c_char_p, address, address, address)
         self._put = library.gpucr_chunks_put
         self._put.argtypes = (number, ctypes.c_char_p, size, address)
 
@@ -116,26 +144,15 @@ class Native:
         """Encrypt at `room`, one after another, what lies at its place or, packed, at `packed`; sets tag."""
         self._check(self._seal(where, table.address, count, packed, room))
 
-    def open(
-        self,
-        places: Sequence[bytes],
-        fds: Sequence[int],
-        table: Table,
-        sealed: int,
-        opened: int,
-        key: bytes | None,
-    ) -> tuple[int, int]:
-        """Open the table's first chunks, until one fails: 0 or what was wrong, and how many were opened.
-
-        Each is read from a file at its place, decrypted and expanded to its address; its tag becomes the mark of its
-        plain bytes under `key`. sealed, opened: room for a chunk.
-        """
-        count = ctypes.c_size_t(len(places))
-        numbers = (ctypes.c_int * len(fds))(*fds)
-        failed = self._open(b"".join(places), numbers, table.address, ctypes.byref(count), sealed, opened, key)
+    def open(self, opening: Opening, records: bytes, count: int, room: int) -> tuple[int, list[bytes]]:
+        """Open chunks, none of them ZERO, by their records, until one fails: 0 or what was wrong, and the marks of
+        those that were opened, whose plain bytes are one after another at `room`."""
+        number = ctypes.c_size_t(count)
+        marks = bytearray(count * TAG_BYTES)
+        failed = self._open(opening.address, records, ctypes.byref(number), room, _address(marks))
         if failed not in (SHORT, FORGED, NOT_EXPANDED):
             self._check(min(failed, 0))
-        return failed, count.value
+        return failed, [bytes(marks[at : at + TAG_BYTES]) for at in range(0, number.value * TAG_BYTES, TAG_BYTES)]
 
     def put(self, fd: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
         """Write memory (address, offset in the file, size): 0, or an error number or SHORT and the offset where."""
@@ -146,6 +163,10 @@ class Native:
     def _check(self, status: int) -> None:
         if status:
             raise ImageError(path=str(LIBRARY), reason="OpenSSL failed")
+
+
+def _address(memory: bytearray) -> int:
+    return ctypes.addressof((ctypes.c_char * len(memory)).from_buffer(memory))
 
 
 def load(path: Path = LIBRARY) -> tuple[Native | None, str]:

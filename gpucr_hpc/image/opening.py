@@ -33,57 +33,56 @@ class Opener:
         self._ids = ids if version > 1 else None
         self._sealed = PerThread(lambda: Buffer(CHUNK_BYTES + TAG_BYTES))
         self._opened, self._plain = PerThread(lambda: Buffer(CHUNK_BYTES)), PerThread(lambda: Buffer(CHUNK_BYTES))
-        self._tables = PerThread(native.Table)
+        self._openings = PerThread(self._opening)
+        self._by_library = self._version > 1 and all(f.fd is not None for _, files in origins for f in files.values())
+
+    def _opening(self) -> native.Opening:
+        return native.Opening(
+            [origin.native_place(0, 0) for origin, _ in self._origins],
+            [{n: file.fd for n, file in files.items() if file.fd is not None} for _, files in self._origins],
+            None if self._ids is None else self._ids.mark_key,
+            self._sealed.get().address,
+            self._opened.get().address,
+        )
 
     def open(self, stream: layout.Stream, numbers: Sequence[int], room: Buffer) -> list[tuple[int, int]]:
         """Put the plain bytes of chunks, none of them ZERO, into a buffer one after another: where, and how many.
 
         Nothing of it is to be used when this raises: IntegrityError, StoreError.
         """
+        records = stream.some(numbers)
         places, at = [], 0
-        chunks = [stream.chunk(number) for number in numbers]
-        for chunk in chunks:
-            places.append((at, chunk.plain))
-            at += chunk.plain
+        for _offset, _stored, plain, *_ in layout.RECORD.iter_unpack(records):
+            places.append((at, plain))
+            at += plain
         if at > room.size:
             raise UsageError(reason=f"{at} bytes of chunks do not fit into {room.size}")
-        files = [self._origins[chunk.source][1][chunk.pack] for chunk in chunks]
-        if native.library is None or self._version == 1 or any(file.fd is None for file in files):
-            for number, chunk, file, (begin, _) in zip(numbers, chunks, files, places, strict=True):
-                self._open_one(stream.name, number, chunk, file, room, begin)
-            return places
-        for first in range(0, len(chunks), native.MAX_CHUNKS):
-            some = slice(first, first + native.MAX_CHUNKS)
-            begins = [room.address + begin for begin, _ in places[some]]
-            self._open_some(native.library, stream.name, numbers[some], chunks[some], files[some], begins)
+        if native.library is not None and self._by_library:
+            self._open_all(native.library, stream, numbers, records, room)
+        else:
+            for number, (begin, _) in zip(numbers, places, strict=True):
+                chunk = stream.chunk(number)
+                self._open_one(stream.name, number, chunk, self._file(chunk), room, begin)
         return places
 
-    def _open_some(
-        self,
-        library: native.Native,
-        name: str,
-        numbers: Sequence[int],
-        chunks: Sequence[layout.Chunk],
-        files: Sequence[PlacedFile],
-        addresses: Sequence[int],
+    def _open_all(
+        self, library: native.Native, stream: layout.Stream, numbers: Sequence[int], records: bytes, room: Buffer
     ) -> None:
-        table, ids = self._tables.get(), self._ids
-        for at, (chunk, address) in enumerate(zip(chunks, addresses, strict=True)):
-            table.put(at, (address, 0, chunk.plain, chunk.plain, chunk.stored, chunk.kind, 0, chunk.tag))
-        failed, count = library.open(
-            [self._origins[chunk.source][0].native_place(chunk.pack, chunk.offset) for chunk in chunks],
-            [file.fd for file in files if file.fd is not None],
-            table,
-            self._sealed.get().address,
-            self._opened.get().address,
-            None if ids is None else ids.mark_key,
-        )
-        if ids is not None:
-            for row, number, chunk, file in zip(table.rows(count), numbers, chunks, files, strict=False):
-                if ids.name(row.tag) != chunk.id:
-                    raise _exchanged(name, number, chunk, file)
+        failed, marks = library.open(self._openings.get(), records, len(numbers), room.address)
+        wrong = None
+        if self._ids is not None:
+            names = (record[-1] for record in layout.RECORD.iter_unpack(records))
+            found = zip(numbers, marks, names, strict=False)
+            wrong = next((number for number, mark, name in found if self._ids.name(mark) != name), None)
+        if wrong is not None:
+            chunk = stream.chunk(wrong)
+            raise _exchanged(stream.name, wrong, chunk, self._file(chunk))
         if failed:
-            raise _failure(failed, name, numbers[count], chunks[count], files[count])
+            chunk = stream.chunk(numbers[len(marks)])
+            raise _failure(failed, stream.name, numbers[len(marks)], chunk, self._file(chunk))
+
+    def _file(self, chunk: layout.Chunk) -> PlacedFile:
+        return self._origins[chunk.source][1][chunk.pack]
 
     def _open_one(
         self, name: str, number: int, chunk: layout.Chunk, file: PlacedFile, room: Buffer, begin: int

@@ -167,7 +167,7 @@ def test_read_error_of_the_disk_is_a_store_error(tmp_path, monkeypatch, steps):
 
     with reader(staging.open, image.finish()) as back:
         if steps == "c":
-            monkeypatch.setattr(native.Native, "open", lambda *_: (errno.EIO, 0))
+            monkeypatch.setattr(native.Native, "open", lambda *_: (errno.EIO, []))
         monkeypatch.setattr("gpucr_hpc.image.files.os.preadv", broken)
         with pytest.raises(StoreError, match=r"r0000-p0.\.pack: Input/output error"):
             back.read("a")
