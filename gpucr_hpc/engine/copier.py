@@ -41,7 +41,6 @@ _MAX_SPANS = 1024
 _MAX_WRITERS = 12  # of 22 GB on 16 processors 8 threads took 2.27 s, 12 1.95 s, 15 1.87 s
 _HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=IIII32s", "=QQQ", "=iIQ", "=Q"))
 _MOVE, _MARK = range(2)
-_NO_KEY = bytes(32)
 _MAX_ANSWER_BYTES = _ANSWER.size + _MAX_SPANS * TAG_BYTES
 _READY = b"gpucr-copier 2\n"  # copier.c
 
@@ -72,7 +71,7 @@ async def _start(
         window = os.memfd_create("copier", os.MFD_CLOEXEC)
         handed.callback(os.close, window)
         pairs = []
-        for _ in range(default_workers(_MAX_WRITERS) if write else default_workers()):
+        for _ in range(default_workers(_MAX_WRITERS) if write else 2 * default_workers()):
             pairs.append(socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             for end in pairs[-1]:
                 handed.callback(end.close)
@@ -119,32 +118,29 @@ class Lane:
     def move_at(self, nspid: int, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int]:
         """As `move`, with places in the window."""
         for first in range(0, len(spans), _MAX_SPANS):
-            status, address, _ = self._ask(nspid, _MOVE, _NO_KEY, spans[first : first + _MAX_SPANS])
+            some = spans[first : first + _MAX_SPANS]
+            self.ask(nspid, some)
+            status, address, _ = self.answer(some)
             if status:
                 return status, address
         return 0, 0
 
-    def marks(self, nspid: int, key: bytes, ranges: Sequence[tuple[int, int]]) -> tuple[int, int, list[bytes]]:
-        """What native.Native.mark finds under `key` for chunks (address, bytes), of zero bytes for what is zero; before
-        it as `move`."""
-        found: list[bytes] = []
-        for first in range(0, len(ranges), _MAX_SPANS):
-            spans = [(0, *some) for some in ranges[first : first + _MAX_SPANS]]
-            status, address, marks = self._ask(nspid, _MARK, key, spans)
-            if status:
-                return status, address, []
-            found += (marks[at : at + TAG_BYTES] for at in range(0, len(marks), TAG_BYTES))
-        return 0, 0, found
+    def ask(self, nspid: int, spans: Sequence[tuple[int, int, int]], key: bytes | None = None) -> None:
+        """Send a request of at most _MAX_SPANS spans, whose answer must be taken; with a key their marks are wanted."""
+        head = _HEAD.pack(nspid, len(spans), _MOVE if key is None else _MARK, 0, key or b"")
+        with contextlib.suppress(OSError):  # there is no answer then
+            self._sock.send(head + b"".join(_SPAN.pack(*span) for span in spans))
 
-    def _ask(self, nspid: int, what: int, key: bytes, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int, bytes]:
+    def answer(self, spans: Sequence[tuple[int, int, int]]) -> tuple[int, int, list[bytes]]:
+        """What came of a request with these spans, as `move` has it, and the marks."""
         try:
-            request = _HEAD.pack(nspid, len(spans), what, 0, key) + b"".join(map(_SPAN.pack, *zip(*spans, strict=True)))
-            self._sock.send(request)
             answer = self._sock.recv(_MAX_ANSWER_BYTES)
         except OSError:
             answer = b""
-        status, _, address = _ANSWER.unpack_from(answer) if answer else (errno.EPIPE, 0, spans[0][1])
-        return status, address, answer[_ANSWER.size :]
+        if not answer:
+            return errno.EPIPE, spans[0][1], []
+        status, _, address = _ANSWER.unpack_from(answer)
+        return status, address, [answer[at : at + TAG_BYTES] for at in range(_ANSWER.size, len(answer), TAG_BYTES)]
 
     def close(self) -> None:
         self._sock.close()
@@ -203,13 +199,31 @@ class Copier:
         """Marks chunks of a process; raises MemoryUnreadable."""
 
         def mark(key: bytes, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-            with self.lane() as lane:
-                status, address, found = lane.marks(nspid, key, ranges)
-            if status:
-                raise MemoryUnreadable(reason=f"{os.strerror(status)} at {address:#x}")
+            found: list[bytes] = []
+            spans = [(0, address, size) for address, size in ranges]
+            with contextlib.ExitStack() as stack:
+                lanes = [stack.enter_context(self.lane()), *self._others(stack)]
+                most = min(_MAX_SPANS, -(-len(spans) // len(lanes)))
+                while spans:
+                    asked = [spans[at * most :][:most] for at in range(len(lanes)) if at * most < len(spans)]
+                    for lane, some in zip(lanes, asked, strict=False):
+                        lane.ask(nspid, some, key)
+                    answers = [lane.answer(some) for lane, some in zip(lanes, asked, strict=False)]
+                    for status, address, marks in answers:
+                        if status:
+                            raise MemoryUnreadable(reason=f"{os.strerror(status)} at {address:#x}")
+                        found += marks
+                    del spans[: len(lanes) * most]
             return found
 
         return mark
+
+    def _others(self, stack: contextlib.ExitStack) -> Iterator[Lane]:
+        """One lane more, if nobody is in it."""
+        with contextlib.suppress(queue.Empty):
+            lane = self._free.get_nowait()
+            stack.callback(self._free.put, lane)
+            yield lane
 
     def close(self) -> None:
         """The program ends then. Nobody may be in a lane; twice is fine."""

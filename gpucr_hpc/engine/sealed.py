@@ -6,7 +6,7 @@ Who calls: the worker, who seals it (early.py says which), and bypass, when the 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from gpucr_hpc.image import layout
 from gpucr_hpc.image.extents import Extent, Marks, Read, Sealed
@@ -23,20 +23,34 @@ class SealedMemory:
     """Chunks by process, which is named by its number inside the namespace."""
 
     def __init__(self) -> None:
-        self._streams: list[tuple[int, Sequence[Range], StreamWriter]] = []
+        self._count = 0
+        self._waiting: list[tuple[int, Sequence[Range], StreamWriter]] = []
+        self._found: dict[int, list[Chunk]] = {}
 
     def name(self) -> str:
         """Of the next stream."""
-        return f"early-{len(self._streams) + 1}.img"
+        return f"early-{self._count + 1}.img"
 
     def add(self, pid: int, ranges: Sequence[Range], stream: StreamWriter) -> None:
         """A stream holds these ranges, one after another; none of them was in another."""
-        self._streams.append((pid, ranges, stream))
+        self._look(lambda stream: stream.is_sealed)
+        self._count += 1
+        self._waiting.append((pid, ranges, stream))
 
     def chunks(self, pid: int) -> list[Chunk]:
-        """Those that are in the store by now, in the order of their addresses."""
-        mine = ((ranges, stream.sealed()) for owner, ranges, stream in self._streams if owner == pid)
-        return sorted(chunk for ranges, records in mine for chunk in _placed(ranges, records))
+        """Those that are in the store by now, in the order of their addresses. To be called when nothing is added any
+        more."""
+        self._look(lambda _: True)
+        return sorted(self._found.get(pid, ()))
+
+    def _look(self, wanted: Callable[[StreamWriter], bool]) -> None:
+        """Where chunks are is found out as soon as can be: a tree that is frozen waits for it."""
+        waiting, self._waiting = self._waiting, []
+        for pid, ranges, stream in waiting:
+            if wanted(stream):
+                self._found.setdefault(pid, []).extend(_placed(ranges, stream.sealed()))
+            else:
+                self._waiting.append((pid, ranges, stream))
 
 
 def _placed(ranges: Sequence[Range], records: bytes) -> Iterator[Chunk]:

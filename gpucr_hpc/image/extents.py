@@ -15,6 +15,8 @@ from gpucr_hpc.errors import MemoryUnreadable
 
 #: Reads ranges (position, bytes), one after another, into memory of their size. Raises MemoryUnreadable.
 Read = Callable[[Sequence[tuple[int, int]], memoryview], None]
+#: Compared at a time: much more than is read, since nothing is held meanwhile.
+SEALED_BYTES = 32 << 20
 #: The marks, under a key, of chunks (position, bytes) as they are now (chunkid.py), and zero bytes for those that are
 #: zero. Raises MemoryUnreadable.
 Marks = Callable[[bytes, Sequence[tuple[int, int]]], Sequence[bytes]]
@@ -89,7 +91,7 @@ def parts(extents: Iterable[Extent | Sealed], part_bytes: int) -> Iterator[Cut]:
         if isinstance(extent, Sealed):
             yield Cut(part_bytes - left, Extents(some), last=True)
             some, left = [], part_bytes
-            yield from _sealed(extent, part_bytes)
+            yield from _sealed(extent)
             continue
         source, position, size = extent
         while size:
@@ -102,12 +104,12 @@ def parts(extents: Iterable[Extent | Sealed], part_bytes: int) -> Iterator[Cut]:
     yield Cut(part_bytes - left, Extents(some), last=True)
 
 
-def _sealed(extent: Sealed, part_bytes: int) -> Iterator[Cut]:
-    """As many chunks at a time as are no less than a part."""
+def _sealed(extent: Sealed) -> Iterator[Cut]:
+    """As many chunks at a time as are no less than SEALED_BYTES."""
     begin = size = 0
     for number, (_, count) in enumerate(extent.places, 1):
         size += count
-        if size >= part_bytes or number == len(extent.places):
+        if size >= SEALED_BYTES or number == len(extent.places):
             some = slice(begin, number)
             yield Cut(size, extent._replace(places=extent.places[some], records=extent.records[some]), last=True)
             begin, size = number, 0

@@ -40,6 +40,7 @@ class StreamWriter:
         self._fetching: deque[Part] = deque()
         self._lock = threading.Lock()
         self.records = bytearray()
+        self._sealed_bytes = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Take all of `data`; its length. Raises the image's first failure, UsageError when closed."""
@@ -93,12 +94,19 @@ class StreamWriter:
             total += size
         return total
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether all chunks of a closed stream are in the store."""
+        with self._lock:
+            return self._sealed_bytes == self.size_bytes
+
     def sealed(self) -> bytes:
         """The records of its first chunks, as many as are in the store."""
         with self._lock:
             records = bytes(self.records)
-        bound = next((at for at in _starts(records) if records.startswith(_EMPTY_RECORD, at)), len(records))
-        return records[:bound]
+            if self._sealed_bytes == self.size_bytes:
+                return records
+        return records[: next((at for at in _starts(records) if records.startswith(_EMPTY_RECORD, at)), len(records))]
 
     def _hand_on(self, fd: int) -> None:
         """Have a pipe's content copied by the crew, but for the rest that is no whole part."""
@@ -188,7 +196,9 @@ class StreamWriter:
         return number
 
     def _put(self, number: int, records: bytes) -> None:
+        size = sum(record[2] for record in layout.RECORD.iter_unpack(records))
         with self._lock:
+            self._sealed_bytes += size
             at = number * layout.RECORD.size
             self.records[at : at + len(records)] = records
 

@@ -174,7 +174,7 @@ def test_what_cannot_be_marked_fails_the_image(page):
 def test_what_is_not_in_the_store_yet_is_read():
     """The records of a stream end before the first chunk that is on its way."""
     trial = Trial(content(3000), [(0, 3000)])
-    (_, _, stream) = trial.sealed._streams[0]
+    (_, _, stream) = trial.sealed._waiting[0]
     with stream._lock:
-        stream.records[3 * 52 : 4 * 52] = bytes(52)
+        stream.records[3 * 52 : 4 * 52], stream._sealed_bytes = bytes(52), 0
     assert len(trial.sealed.chunks(PID)) == 3
