@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpucr_hpc.errors import FormatUnknown, IntegrityError, UsageError
-from gpucr_hpc.image.chunks import CHUNK_BYTES, KEY_BYTES, TAG_BYTES, ChunkKind
+from gpucr_hpc.image.chunks import CHUNK_BYTES, KEY_BYTES, ChunkKind
 from gpucr_hpc.model import FORMAT_VERSION, READABLE_VERSIONS, check_object_name
 
 PACK_MAGIC = b"GPUCRPAK"
@@ -193,27 +193,37 @@ def check_geometry(
     linked: for each source, sizes by pack number. Returns the tags of each own pack by offset. Raises
     IntegrityError. Linear in the number of chunks.
     """
-    pieces: list[set[tuple[int, int, bytes]]] = [set() for _ in pack_sizes]
+    pieces: list[dict[int, tuple[int, bytes]]] = [{} for _ in pack_sizes]
+    zero, raw, packed = (int(kind) for kind in (ChunkKind.ZERO, ChunkKind.RAW, ChunkKind.LZ4))
+    own = len(pieces)
     for stream in streams.values():
         total = 0
         for offset, stored, plain, pack, source, kind, tag, _id in RECORD.iter_unpack(stream.records):
             total += plain
-            if not 0 < plain <= CHUNK_BYTES or not _fits(kind, stored, plain):
+            if kind == raw:
+                fits = stored == plain
+            elif kind == packed:
+                fits = 0 < stored < plain
+            else:
+                fits = kind == zero and stored == 0
+            if not fits or not 0 < plain <= CHUNK_BYTES:
                 raise IntegrityError(path=path, reason=f"index: stream {stream.name}: a chunk has a wrong shape")
-            if kind == ChunkKind.ZERO:
+            if kind == zero:
                 continue
             if source:
                 size = linked[source - 1].get(pack, 0) if source <= len(linked) else 0
                 if not HEADER_BYTES <= offset <= size - stored:
                     reason = f"index: stream {stream.name}: source {source} has no such place in pack {pack}"
                     raise IntegrityError(path=path, reason=reason)
-            elif pack < len(pieces):
-                pieces[pack].add((offset, stored, tag))
+            elif pack < own:
+                piece = (stored, tag)
+                if pieces[pack].setdefault(offset, piece) != piece:
+                    raise _gap(pack, offset, path)
             else:
                 raise IntegrityError(path=path, reason=f"index: stream {stream.name}: no pack {pack}")
         if total != stream.size_bytes:
             raise IntegrityError(path=path, reason=f"index: stream {stream.name}: its chunks do not add up")
-    return [_tile(number, sorted(parts), pack_sizes[number], path) for number, parts in enumerate(pieces)]
+    return [_tile(number, parts, pack_sizes[number], path) for number, parts in enumerate(pieces)]
 
 
 def pack_digest(head: bytes, tags: bytes) -> str:
@@ -221,23 +231,18 @@ def pack_digest(head: bytes, tags: bytes) -> str:
     return hashlib.sha256(head + tags).hexdigest()
 
 
-def _fits(kind: int, stored: int, plain: int) -> bool:
-    if kind == ChunkKind.ZERO:
-        return stored == 0
-    if kind == ChunkKind.RAW:
-        return stored == plain
-    return kind == ChunkKind.LZ4 and 0 < stored < plain
-
-
-def _tile(number: int, parts: list[tuple[int, int, bytes]], size_bytes: int, path: str) -> bytes:
+def _tile(number: int, parts: Mapping[int, tuple[int, bytes]], size_bytes: int, path: str) -> bytes:
     at = HEADER_BYTES
-    tags = bytearray()
-    for offset, stored, tag in parts:
+    tags = []
+    for offset, (stored, tag) in sorted(parts.items()):
         if offset != at:
-            raise IntegrityError(path=path, reason=f"index: pack {number} has a gap or overlap at byte {at}")
+            raise _gap(number, at, path)
         at += stored
-        tags += tag
+        tags.append(tag)
     if at != size_bytes:
         raise IntegrityError(path=path, reason=f"index: pack {number} should have {at} bytes, not {size_bytes}")
-    assert len(tags) == TAG_BYTES * len(parts)
-    return bytes(tags)
+    return b"".join(tags)
+
+
+def _gap(pack: int, at: int, path: str) -> IntegrityError:
+    return IntegrityError(path=path, reason=f"index: pack {pack} has a gap or overlap at byte {at}")

@@ -15,6 +15,7 @@ import secrets
 import threading
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from gpucr_hpc.errors import GpucrError, ImageError, UsageError
@@ -135,8 +136,12 @@ class ImageWriter:
             self._means.check()
             self._settle_early()
             sources = self._settle_sources()
-            index = self._write_index([each.key for each in sources])
-            self._packs.sync()
+            linked = [{p.number: p.size_bytes for p in each.source.packs} for each in sources]
+            with ThreadPoolExecutor(1) as beside:  # much of the index's time is its compression's
+                entries = beside.submit(self._pack_entries, linked)
+                index = self._write_index([each.key for each in sources])
+                self._packs.sync()
+                packs = entries.result()
             self._packs.close()
         except GpucrError as error:
             self._means.fail(error)
@@ -147,7 +152,7 @@ class ImageWriter:
             node=self._node,
             salt=self._salt.hex(),
             index=index,
-            packs=self._pack_entries([{p.number: p.size_bytes for p in each.source.packs} for each in sources]),
+            packs=packs,
             bytes_plain=self.bytes_plain,
             bytes_stored=self.bytes_stored,
             streams=len(self._streams),
@@ -186,21 +191,16 @@ class ImageWriter:
         early = [stream for stream in self._streams.values() if stream.early]
         if not early:
             return
-        used = set()
-        for stream in self._streams.values():
-            for record in layout.RECORD.iter_unpack(b"" if stream.early else stream.records):
-                offset, _, _, pack, source, _, _, _ = record
-                if not source:
-                    used.add((pack, offset))
+        used = {record for stream in self._streams.values() if not stream.early for record in _records(stream)}
         for stream in early:
-            rest = bytearray()
-            for record in layout.RECORD.iter_unpack(stream.records):
-                offset, _, _, pack, source, kind, _, _ = record
-                if kind != ChunkKind.ZERO and not source and (pack, offset) not in used:
-                    used.add((pack, offset))
-                    rest += layout.RECORD.pack(*record)
-            stream.keep_only(bytes(rest))
-            if not rest:
+            rest = []
+            for record in _records(stream):
+                if record not in used:
+                    used.add(record)
+                    rest.append(record)
+            own = [record for record in rest if _is_own(record)]
+            stream.keep_only(b"".join(own))
+            if not own:
                 del self._streams[stream.name]
 
     def _settle_sources(self) -> list[Kept]:
@@ -237,3 +237,14 @@ class ImageWriter:
             digest = layout.pack_digest(self._header(layout.PACK_MAGIC, number), tags[number])
             entries.append(PackEntry(name, sizes[number], digest))
         return entries
+
+
+def _records(stream: StreamWriter) -> list[bytes]:
+    records, size = bytes(stream.records), layout.RECORD.size
+    return [records[at : at + size] for at in range(0, len(records), size)]
+
+
+def _is_own(record: bytes) -> bool:
+    """Whether a chunk has a place in a pack of this image."""
+    _, _, _, _, source, kind, _, _ = layout.RECORD.unpack(record)
+    return bool(not source and kind != ChunkKind.ZERO)
