@@ -17,6 +17,7 @@ By CRIU go, besides all that is not large:
 from __future__ import annotations
 
 import bisect
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -121,28 +122,24 @@ def make(reader: ImageReader, patches: pagemap.Patches) -> list[Part]:
 
 
 def split(
-    runs: Sequence[tuple[int, int]], chunks: Iterable[Range], ranges: Sequence[Range], kept: Sequence[int] = ()
+    runs: Sequence[tuple[int, int]], ends: Sequence[int], ranges: Sequence[Range], kept: Sequence[int] = ()
 ) -> list[tuple[range, Range]]:
-    """The chunks of a pages file that hold pages of `ranges` alone: neighbours as a range of their numbers, with begin
-    and end in the file.
+    """The chunks of a pages file that hold whole pages of `ranges` alone: neighbours as a range of their numbers, with
+    begin and end in the file.
 
-    runs: (address, pages) of a pagemap, in order. chunks: begin and end of each in the file, in order. ranges:
-    ascending addresses. kept: ascending places in the file; a chunk with one of them is not among those found.
+    runs: (address, pages) of a pagemap, in order. ends: 0, then where each chunk ends in the file. ranges: ascending
+    addresses. kept: places in the file; a chunk with one of them is not among those found.
     """
-    inside = list(_inside(runs, ranges))
+    odd = (number for number, end in enumerate(ends) if end % PAGE_BYTES)
+    others = {bisect.bisect_right(ends, place) - 1 for place in kept} | {n for end in odd for n in (end - 1, end)}
+    out = sorted(others)
     found: list[tuple[range, Range]] = []
-    at = 0
-    for number, (begin, end) in enumerate(chunks):
-        while at < len(inside) and inside[at][1] < end:
-            at += 1
-        if at == len(inside) or inside[at][0] > begin or begin % PAGE_BYTES or end % PAGE_BYTES:
-            continue
-        if kept and bisect.bisect_left(kept, begin) != bisect.bisect_left(kept, end):
-            continue
-        if found and found[-1][0].stop == number:
-            found[-1] = (range(found[-1][0].start, number + 1), (found[-1][1][0], end))
-        else:
-            found.append((range(number, number + 1), (begin, end)))
+    for begin, end in _inside(runs, ranges):
+        first, last = bisect.bisect_left(ends, begin), bisect.bisect_right(ends, end) - 1
+        for stop in [*out[bisect.bisect_left(out, first) : bisect.bisect_left(out, last)], last]:
+            if first < stop:
+                found.append((range(first, stop), (ends[first], ends[stop])))
+            first = stop + 1
     return found
 
 
@@ -176,9 +173,9 @@ def _part(reader: ImageReader, pid: int, name: str, ranges: Sequence[Range], pat
     stream = reader.index.streams.get(pages)
     if stream is None or sum(count for _, count in mapped.runs) * PAGE_BYTES != stream.size_bytes:
         return None  # CRIU says what is wrong with it
-    patched = sorted(offset for offset, _ in patches.get(pages, ()))
-    chunks = ((begin, begin + size) for begin, size, _ in stream.places())
-    taken = split(mapped.runs, chunks, ranges, patched)
+    patched = [offset for offset, _ in patches.get(pages, ())]
+    ends = list(itertools.accumulate(stream.sizes(), initial=0))
+    taken = split(mapped.runs, ends, ranges, patched)
     if not taken:
         return None
     places, offset = [], 0

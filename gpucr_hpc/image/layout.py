@@ -69,6 +69,10 @@ class Stream:
             return self.records[numbers[0] * size : (numbers[-1] + 1) * size]
         return b"".join([self.records[number * size : (number + 1) * size] for number in numbers])
 
+    def sizes(self) -> Iterator[int]:
+        """The plain length of each chunk."""
+        return (record[2] for record in RECORD.iter_unpack(self.records))
+
     def places(self) -> Iterator[tuple[int, int, int]]:
         """Of each chunk: where it begins in the stream, its plain length, its kind."""
         at = 0

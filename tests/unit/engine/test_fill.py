@@ -191,7 +191,7 @@ def test_split_agrees_with_page_by_page(data):
     ranges = [(a * PAGE, b * PAGE) for a, b in zip(bounds[::2], bounds[1::2], strict=False)]
     chunks = list(itertools.pairwise([0, *ends])) if pages else []
     kept = sorted(data.draw(st.sets(st.integers(0, 60), max_size=3)))
-    found = fillplan.split(runs, chunks, ranges, [n * PAGE for n in kept])
+    found = fillplan.split(runs, [0, *ends] if pages else [0], ranges, [n * PAGE for n in kept])
     assert all(one.stop < other.start for (one, _), (other, _) in itertools.pairwise(found))
     taken = [(n, chunks[n]) for numbers, _ in found for n in numbers]
     assert all((chunks[numbers[0]][0], chunks[numbers[-1]][1]) == place for numbers, place in found)
