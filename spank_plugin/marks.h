@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Marks of an image's chunks: whether one is zero, else its GMAC (docs/format.md, section 2.3). Used by chunks.c and copier.c.
+// Marks of an image's chunks: whether one is zero, else its GMAC (docs/format.md, section 2.5). Used by chunks.c and copier.c.
 #pragma once
 
 #include <openssl/evp.h>
