@@ -20,7 +20,7 @@ from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
 from tests.cluster.fill_trial import restored
-from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, main, say, standing
+from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, end_copiers, main, say, standing
 
 
 def pages(ours: bench.Ours, manifest: Manifest) -> dict[int, dict[int, bytes]]:
@@ -136,7 +136,8 @@ class EarlyDump(Dump):
     """A dump before which memory is sealed while the tree runs and changes it: all that there is, as if a GPU's driver
     had just made it."""
 
-    async def capture(self) -> Frozen:
+    async def seal_early(self) -> None:
+        """Until nothing is left."""
         processes = [p for p in namespace_processes(self._capsule.init_pid) if p.name == "python3"]
         growing = [early.Growing(p.nspid, p.pid) for p in processes]
         await self.start_copier()
@@ -145,10 +146,32 @@ class EarlyDump(Dump):
             assert process.settled() == []
             while ranges := process.settled():
                 await self._worker.call("early", pid=process.nspid, ranges=ranges)
+
+    async def capture(self) -> Frozen:
+        await self.seal_early()
         stored = (await self._worker.call("progress"))["bytes_stored"]
         frozen = await super().capture()
         say("sealed early", {"stored": stored, "then": (await self._worker.call("progress"))["bytes_stored"] - stored})
         return frozen
+
+
+class LonelyDump(EarlyDump):
+    """Its gpucr-copier dies when the tree is about to be frozen."""
+
+    async def capture(self) -> Frozen:
+        await self.seal_early()
+        end_copiers()
+        return await super(EarlyDump, self).capture()
+
+
+async def copier_dies(tree: Tree, ours: bench.Ours) -> dict[str, Any]:
+    """What comes of such a dump, and of the tree."""
+    kept = bench.Dump
+    bench.Dump = LonelyDump  # type: ignore[misc]
+    try:
+        return await fails(tree, ours)
+    finally:
+        bench.Dump = kept  # type: ignore[misc]
 
 
 async def sealed_early(tree: Tree, ours: bench.Ours) -> Manifest:
@@ -181,6 +204,7 @@ async def trial() -> None:
                 say("unreadable", await fails(tree, ours))
                 run, _ = await by_criu_alone(tree, ours)
                 say("again", {"named": run.notes["beside_bytes"], "plain": run.notes["plain_bytes"]})
+            say("copier gone", await copier_dies(tree, ours))
             soon = await sealed_early(tree, ours)
             say("beside", await restored(tree, ours, manifest))
             say("early", await restored(tree, ours, soon))

@@ -21,7 +21,7 @@ from gpucr_hpc.lab import image_bench as bench
 from gpucr_hpc.lab import image_tree
 from gpucr_hpc.lab.wait import wait_until
 from gpucr_hpc.model import Manifest
-from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, main, say, standing
+from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, end_copiers, main, say, standing
 
 Trouble = Callable[[WorkerClient, image_tree.Tree], Awaitable[None]]
 
@@ -96,11 +96,20 @@ async def task_killed(_: WorkerClient, tree: image_tree.Tree) -> None:
 
 async def task_killed_late(worker: WorkerClient, tree: image_tree.Tree) -> None:
     """As before, when the worker has its memory already."""
+    _when_it_fills(worker, lambda: _kill_one(tree))
+
+
+async def copier_killed(worker: WorkerClient, _: image_tree.Tree) -> None:
+    """What writes for the worker."""
+    _when_it_fills(worker, end_copiers)
+
+
+def _when_it_fills(worker: WorkerClient, trouble: Callable[[], None]) -> None:
     kept = worker.call
 
     async def call(verb: str, fds: Sequence[int] = (), **fields: Any) -> Any:
         if verb == "fill":
-            _kill_one(tree)
+            trouble()
         return await kept(verb, fds, **fields)
 
     worker.call = call  # type: ignore[method-assign]
@@ -138,7 +147,7 @@ async def trial() -> None:
         say("fill", await restored(tree, ours, manifest))
         _, again = await ours.dump(tree, base=manifest)
         say("fill, references", await restored(tree, ours, again))
-        for trouble in (worker_killed, task_killed, task_killed_late, given_up):
+        for trouble in (worker_killed, task_killed, task_killed_late, copier_killed, given_up):
             said = await restored(tree, ours, manifest, trouble=trouble)
             say(trouble.__name__, said)
         damage(ours, manifest)

@@ -42,6 +42,7 @@ def test_tree_has_no_more_memory_and_the_same_mappings(cases: dict[str, dict[str
         ("worker_killed", "HostError", "the store worker died during"),
         ("task_killed", "RestoreFailed", "cannot be filled"),
         ("task_killed_late", "RestoreFailed", "died while its memory was filled"),
+        ("copier_killed", "RestoreFailed", "cannot be filled: Broken pipe"),
         ("given_up", "CancelledError", ""),
         ("damaged", "IntegrityError", "is not what was written"),
     ],

@@ -63,6 +63,16 @@ def test_job_runs_on_when_memory_cannot_be_read(cases: dict[str, dict[str, Any]]
     ]
 
 
+def test_job_runs_on_when_the_copier_dies(cases: dict[str, dict[str, Any]]) -> None:
+    """Also when it has sealed all memory before, which is then only to be compared."""
+    found = cases["copier gone"]
+    assert found["error"] == "MemoryUnreadable"
+    assert "Broken pipe" in found["text"]
+    assert [said["own"] for said in found["sums"].values()] == [
+        cases["before"]["sums"][name]["own"] for name in found["sums"]
+    ]
+
+
 def test_criu_alone_takes_what_could_not_be_read(cases: dict[str, dict[str, Any]]) -> None:
     """The next try, on the same node with the same trouble."""
     assert cases["again"]["named"] == 0
