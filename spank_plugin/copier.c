@@ -2,6 +2,7 @@
 // gpucr-copier: moves memory of processes that stand still, for the agent's worker, which has no right to touch them.
 //
 //   gpucr-copier read|write WINDOW BYTES CPUS SOCKETS PROCESSES
+//   gpucr-copier --version
 //
 // process_vm_readv and process_vm_writev move several times as much as /proc/PID/mem, and more with each thread, but need
 // the right to trace a process. So this program has it, and nothing else: no file, no other process than those of
@@ -272,6 +273,8 @@ int main(int argc, char **argv)
 	long long fd, bytes;
 	size_t count = 0;
 
+	if (argc == 2 && strcmp(argv[1], "--version") == 0)
+		return write(STDOUT_FILENO, ready, sizeof(ready) - 1) < 0;
 	if (argc != 7 || !parse_number(argv[2], 0, INT32_MAX, &fd) || !parse_number(argv[3], 4096, INT32_MAX, &bytes)) {
 		say("copier: bad arguments");
 		return BAD_USAGE;

@@ -18,8 +18,8 @@ from gpucr_hpc.capsule import cgroup, network
 from gpucr_hpc.capsule.capsule import Builder, Identity, build, discard
 from gpucr_hpc.capsule.network import Geometry
 from gpucr_hpc.capsule.processes import descendants, namespace_processes
+from gpucr_hpc.engine import hugepages, stream
 from gpucr_hpc.engine import restore as engine
-from gpucr_hpc.engine import stream
 from gpucr_hpc.engine.cuda.node import NodeGpus
 from gpucr_hpc.engine.openfiles import FilesPolicy
 from gpucr_hpc.engine.worker_client import WorkerClient, pipe
@@ -121,6 +121,7 @@ class NodeRestore:
             key=DataKey.unwrap(manifest.slots, job.context.site_keys, manifest.checkpoint).reveal_hex(),
             holder=engine.in_image(self._meta),
             sizes={file["path"]: file["size_bytes"] for file in self._meta["files"] if file.get("shared")},
+            huge_pages=bool(self._meta.get("gpu")) and hugepages.wanted(),
         )
 
     async def _old_paths(self) -> tuple[list[str], list[tuple[str, str]]]:

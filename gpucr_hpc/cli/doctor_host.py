@@ -48,7 +48,7 @@ async def examine(config: Config, agent: int | None) -> list[Line]:
         memory(config.engine.room_percent, agent),
         pipes(stream.pipe_limit()),
         chunks(native.reason),
-        copying(copier.PROGRAM),
+        await copying(copier.PROGRAM),
         disk(config.agent.run_dir, _RUN_BYTES, "the agent cannot keep the state of its jobs and takes none"),
         disk(str(LOG_DIRECTORY), _LOG_BYTES, "CRIU's log of a checkpoint that failed is lost"),
         await network(config.network),
@@ -101,14 +101,22 @@ def chunks(reason: str) -> Line:
     return "chunks", not reason or reason.startswith("OpenSSL"), reason or str(native.LIBRARY), advice
 
 
-def copying(program: Path) -> Line:
+async def copying(program: Path) -> Line:
     """program: what moves large memory between jobs and the agent's workers."""
-    there = program.is_file()
+    wanted = copier.READY.decode().strip()
+    try:
+        found = await run_async([str(program), "--version"], timeout_s=_TRIAL_LIMIT_S, env=clean_env())
+        said = found.stdout.strip() or found.stderr.strip()
+        problem = "" if said == wanted else f"{program} says {said[:200]!r} instead of {wanted!r}"
+    except ToolMissing:
+        problem = f"{program} is missing"
+    except OSError as error:
+        problem = f"{program}: {error.strerror}"
     advice = (
         "make -C spank_plugin install   # otherwise large jobs stand still longer, and come back more slowly, on "
         "machines with many processors"
     )
-    return "copier", there, str(program) if there else f"{program} is missing", advice
+    return "copier", not problem, problem or str(program), advice
 
 
 def memory(room_percent: int, agent: int | None) -> Line:

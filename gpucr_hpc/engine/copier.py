@@ -42,7 +42,8 @@ _MAX_WRITERS = 14  # on 16 processors 8 threads wrote 7.8 GB/s, 12 11.8, 14 14.2
 _HEAD, _SPAN, _ANSWER, _COUNT = (struct.Struct(kind) for kind in ("=IIII32s", "=QQQ", "=iIQ", "=Q"))
 _MOVE, _MARK = range(2)
 _MAX_ANSWER_BYTES = _ANSWER.size + _MAX_SPANS * TAG_BYTES
-_READY = b"gpucr-copier 2\n"  # copier.c
+#: What it says with --version, and when it is ready (copier.c).
+READY = b"gpucr-copier 2\n"
 
 log = Log(__name__)
 
@@ -98,8 +99,8 @@ async def _start(
         stack.push_async_callback(proc.end, process)
         assert process.stdout is not None
         said = await process.stdout.readline()
-        if said != _READY:
-            raise OSError(f"it says {said.decode(errors='replace')!r} instead of {_READY.decode()!r}")
+        if said != READY:
+            raise OSError(f"it says {said.decode(errors='replace')!r} instead of {READY.decode()!r}")
         await worker.call("copier", [window, *(pair[0].fileno() for pair in pairs)], pids=list(known))
     return lambda: sum(count for (count,) in _COUNT.iter_unpack(counts))
 

@@ -20,7 +20,7 @@ import bisect
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpucr_hpc.engine import pagemap, protobuf
 from gpucr_hpc.engine.pagemap import PAGE_BYTES
@@ -72,7 +72,7 @@ class Part:
 
     pid: inside the namespace. pages: name of its pages file. pagemap: what CRIU gets in the place of its pagemap file.
     left_out: chunks that CRIU does not get. size_bytes: of these. places: (offset in the pages file, address, bytes) of
-    every run of pages, by offset.
+    every run of pages, by offset. mappings: those that may be filled.
     """
 
     pid: int
@@ -82,6 +82,7 @@ class Part:
     left_out: Numbers
     size_bytes: int
     places: tuple[tuple[int, int, int], ...]
+    mappings: tuple[Range, ...] = ()
 
     def addresses(self, offset: int, size: int) -> Iterator[tuple[int, int, int]]:
         """Where `size` bytes from `offset` of the pages file belong: (from, to) among them, address."""
@@ -117,7 +118,7 @@ def make(reader: ImageReader, patches: pagemap.Patches) -> list[Part]:
         if match[1] == "pagemap" and ranges:
             part = _part(reader, pid, match[0], _less(ranges, fixed), patches)
             if part is not None:
-                parts.append(part)
+                parts.append(replace(part, mappings=tuple(ranges)))
     return parts if sum(part.size_bytes for part in parts) >= TREE_BYTES else []
 
 

@@ -6,7 +6,7 @@ An image file is 8 bytes of magic, then messages, each behind its length in 4 by
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from gpucr_hpc.errors import ImageError
 
@@ -49,6 +49,19 @@ def replaced(data: bytes, field: int, value: int | bytes) -> bytes:
     """One message with another value in each of its fields of a number, all else as it was, byte for byte. Raises
     IndexError where it is out of shape."""
     return b"".join(_encoded_field(field, value) if number == field else raw for number, _, raw in _fields(data))
+
+
+def changed(data: bytes, field: int, change: Callable[[bytes], bytes]) -> bytes:
+    """The same, where each value becomes what `change` makes of it; it must be no number."""
+    return b"".join(
+        _encoded_field(field, change(value)) if number == field and isinstance(value, bytes) else raw
+        for number, value, raw in _fields(data)
+    )
+
+
+def with_number(data: bytes, field: int, value: int) -> bytes:
+    """One message with one field of this number. Raises IndexError where it is out of shape."""
+    return b"".join(raw for number, _, raw in _fields(data) if number != field) + _encoded_field(field, value)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int | bytes, bytes]]:

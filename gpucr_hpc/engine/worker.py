@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from gpucr_hpc.engine import bypass, copier, fill, fillplan, inspection, pagemap, sealed, sharedfiles, stream
+from gpucr_hpc.engine import bypass, copier, fill, fillplan, hugepages, inspection, pagemap, sealed, sharedfiles, stream
 from gpucr_hpc.engine.renumber import renumber
 from gpucr_hpc.engine.worker_files import UserFileVerbs
 from gpucr_hpc.engine.worker_store import StoreVerbs
@@ -268,11 +268,12 @@ class Worker(StoreVerbs, UserFileVerbs):
         key: str,
         holder: list[int],
         sizes: dict[str, int] | None = None,
+        huge_pages: bool = False,
     ) -> None:
         """Open an image and check what can be checked without reading it whole; CRIU may connect from now on.
 
         holder: its number in the image, and the one that it comes back with. sizes: in bytes, of files that several
-        nodes write to.
+        nodes write to. huge_pages: large memory that is full is to ask for them.
         """
         self._load(job, checkpoint, entry, key)
         assert self._listener is not None
@@ -285,6 +286,8 @@ class Worker(StoreVerbs, UserFileVerbs):
         self._parts = fillplan.make(self._reader, patches)
         renumbered = renumber(self._reader, *holder)
         changed = sharedfiles.fitted(self._reader, sizes or {})
+        if huge_pages:
+            changed |= hugepages.advised(self._reader, self._parts)
         self._serve = stream.Serve(self._listener, self._reader, patches, self._parts, renumbered, changed)
         self._serve.start()
 

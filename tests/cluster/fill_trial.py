@@ -26,15 +26,17 @@ from tests.cluster.trial_tree import LIMIT_S, PLACE, Tree, altered, end_copiers,
 Trouble = Callable[[WorkerClient, image_tree.Tree], Awaitable[None]]
 
 
-async def restored(tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Trouble | None = None) -> dict[str, Any]:
+async def restored(
+    tree: Tree, ours: bench.Ours, manifest: Manifest, trouble: Trouble | None = None, *, huge_pages: bool = False
+) -> dict[str, Any]:
     """One restore; what came of it."""
     await tree.end()
     builder = await tree.build(engine.pids(tree.meta))
     beats = {path.name: path.read_text() for path in PLACE.glob("*.alive")}
     worker = WorkerClient(str(ours.root), 0, 0)
     await worker.start(tree.run_dir.images, stream.SERVE_SOCKET)
-    place = {"job": image_tree.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
-    place["holder"] = engine.in_image(tree.meta)
+    place: dict[str, Any] = {"job": image_tree.JOB, "checkpoint": manifest.checkpoint, "key": ours._key(manifest)}
+    place |= {"holder": engine.in_image(tree.meta), "huge_pages": huge_pages}
     await worker.call("serve", entry=manifest.image(0).as_dict(), **place)
     said: dict[str, Any] = {"to_fill": len(await worker.call("to_fill"))}
     kept = refill.Refill._fill
@@ -145,6 +147,8 @@ async def trial() -> None:
         with altered("gpucr_hpc/engine/fillplan.py", leaves_all_to_criu):
             say("criu", await restored(tree, ours, manifest))
         say("fill", await restored(tree, ours, manifest))
+        with altered("gpucr_hpc/engine/hugepages.py", takes_small_ones):
+            say("fill, huge pages", await restored(tree, ours, manifest, huge_pages=True))
         _, again = await ours.dump(tree, base=manifest)
         say("fill, references", await restored(tree, ours, again))
         for trouble in (worker_killed, task_killed, task_killed_late, copier_killed, given_up):
@@ -157,6 +161,11 @@ async def trial() -> None:
 def leaves_all_to_criu(plan: str) -> str:
     """Only trees that no machine has are filled."""
     return plan.replace("TREE_BYTES = 128 << 20", "TREE_BYTES = 1 << 60")
+
+
+def takes_small_ones(hugepages: str) -> str:
+    """Mappings of this tree are large enough."""
+    return hugepages.replace("LEAST_BYTES = 64 << 20", "LEAST_BYTES = 8 << 20")
 
 
 if __name__ == "__main__":

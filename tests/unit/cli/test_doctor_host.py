@@ -36,11 +36,27 @@ def test_why_images_are_written_in_python_is_said() -> None:
     assert "libssl-dev" in advice
 
 
-def test_that_the_copier_is_missing_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "is missing"),
+        ("", "Exec format error"),
+        ("#!/bin/sh\necho gpucr-copier 1", "says 'gpucr-copier 1' instead of 'gpucr-copier 2'"),
+        ("#!/bin/sh\necho libcrypto.so.3: not found >&2; exit 127", "says 'libcrypto.so.3: not found'"),
+        ('#!/bin/sh\n[ "$1" = --version ] && echo gpucr-copier 2', ""),
+    ],
+)
+def test_a_copier_that_cannot_be_used_is_said(tmp_path: Path, content: str | None, problem: str) -> None:
+    """The agent would go without it, and only its log would say so."""
     program = tmp_path / "gpucr-copier"
-    assert doctor_host.copying(program)[1:3] == (False, f"{program} is missing")
-    program.touch()
-    assert doctor_host.copying(program)[:3] == ("copier", True, str(program))
+    if content is not None:
+        program.write_text(content)
+        program.chmod(0o755)
+    name, good, detail, advice = asyncio.run(doctor_host.copying(program))
+    assert (name, good) == ("copier", not problem)
+    assert problem in detail
+    assert str(program) in detail
+    assert advice.startswith("make -C spank_plugin install")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root (a network namespace)")

@@ -301,6 +301,11 @@ def test_bad_arguments_are_said(program, arguments):
     assert done.stderr.startswith("gpucr: copier: bad")
 
 
+def test_its_version_is_what_the_agent_wants(program):
+    said = subprocess.run([program, "--version"], capture_output=True, check=True).stdout
+    assert said == copier.READY
+
+
 def test_without_the_program_nothing_is_started(process):
     child, _ = process
 
