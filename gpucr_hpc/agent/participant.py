@@ -228,10 +228,11 @@ class LocalParticipant:
     async def capture(self) -> None:
         job, context = self._job, self._job.context
         self._dump = Dump(self._capsule, job.run_dir, self._worker, context.config.engine, beside=job.beside)
-        pids = self._seal_early()
-        if pids:
-            await self._dump.start_copier()
-        async with early.sealing(self._worker, pids):
+        growing = self._growing()
+        if growing:
+            await self._dump.expect_more()
+        # A job that goes on stands still for the driver's copy, and is sealed when it runs.
+        async with early.sealing(self._worker, {} if self.leave_running else growing):
             await self._gpus.checkpoint()
         processes = namespace_processes(self._capsule.init_pid)
         self._gpus.verify(processes)
@@ -277,11 +278,10 @@ class LocalParticipant:
         if not self.leave_running:
             await self._seal()
 
-    def _seal_early(self) -> dict[int, int]:
-        """Processes whose memory is worth sealing while the driver fills it. Not of a job that goes on: it stands still
-        for the driver's copy, and is sealed when it runs."""
+    def _growing(self) -> dict[int, int]:
+        """Processes to which the driver adds much memory that is read beside CRIU."""
         size = sum(p.bytes for p in self._gpus.processes)
-        if self.leave_running or not self._job.beside or size < large.LARGE_BYTES or not early.possible():
+        if not self._job.beside or size < large.LARGE_BYTES or not early.possible():
             return {}
         return {p.nspid: p.pid for p in self._gpus.processes}
 

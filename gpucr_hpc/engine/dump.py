@@ -63,7 +63,14 @@ class Dump:
         self._copier = contextlib.AsyncExitStack()
         self._copied: Callable[[], int] | None = None
         self._copied_before = 0
+        self._measured: asyncio.Future[large.Memory] | None = None
         self._log = run_dir.work / "dump.log"
+
+    async def expect_more(self) -> None:
+        """To be called before a driver adds large memory to the tree: what can be done for its capture now is done."""
+        pids = [p.pid for p in namespace_processes(self._capsule.init_pid)]
+        self._measured = asyncio.ensure_future(asyncio.to_thread(large.measure, pids))
+        await self.start_copier()
 
     async def start_copier(self) -> None:
         """Let the worker read large memory of the tree's processes until it is captured, also before; twice is fine."""
@@ -90,7 +97,8 @@ class Dump:
         env = {"GPUCR_HOOK_SOCKET": str(self._run_dir.images / "hook.sock")}
         plugins = None
         pids = [p.pid for p in namespace_processes(capsule.init_pid)] if self._beside else []
-        if await asyncio.to_thread(large.wanted, pids):
+        rest = None if self._measured is None else (await self._measured).rest
+        if await asyncio.to_thread(large.wanted, pids, rest):
             await self.start_copier()
             plugins = large.plugin_folder(self._run_dir.work)
             env["GPUCR_MEMORY_SOCKET"] = str(self._run_dir.images / bypass.SOCKET)

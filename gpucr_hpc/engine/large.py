@@ -48,11 +48,15 @@ class Memory:
         return self.large >= LARGE_BYTES and self.rest <= min(REST_BYTES, self.large // 4)
 
 
-def wanted(pids: Sequence[int]) -> bool:
-    """Whether the memory of these processes is to be read beside CRIU, and can be."""
+def wanted(pids: Sequence[int], rest_bytes: int | None = None) -> bool:
+    """Whether the memory of these processes is to be read beside CRIU, and can be. rest_bytes: what of it is not large,
+    where that was measured before: with small pages it takes half a second for 20 GiB."""
     if not has_processors() or not PLUGIN.is_file() or not kernel_names_pages():
         return False
-    return sum(map(_anonymous_bytes, pids)) >= LARGE_BYTES and measure(pids).is_worth_it
+    total = sum(map(_anonymous_bytes, pids))
+    if total < LARGE_BYTES:
+        return False
+    return (measure(pids) if rest_bytes is None else Memory(total - rest_bytes, rest_bytes)).is_worth_it
 
 
 def has_processors() -> bool:

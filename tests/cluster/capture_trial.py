@@ -140,7 +140,7 @@ class EarlyDump(Dump):
         """Until nothing is left."""
         processes = [p for p in namespace_processes(self._capsule.init_pid) if p.name == "python3"]
         growing = [early.Growing(p.nspid, p.pid) for p in processes]
-        await self.start_copier()
+        await self.expect_more()
         for process in growing:
             process._old = []
             assert process.settled() == []

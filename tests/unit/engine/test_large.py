@@ -68,6 +68,17 @@ def test_wanted_with_enough_of_it(monkeypatch):
     memory.close()
 
 
+def test_what_is_not_large_need_not_be_measured_again(monkeypatch):
+    """Of memory that was added since all is large."""
+    rest = large.measure([os.getpid()]).rest
+    memory = filled(256)
+    monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
+    monkeypatch.setattr(large, "measure", None)
+    assert large.wanted([os.getpid()], rest)
+    assert not large.wanted([os.getpid()], large.REST_BYTES)
+    memory.close()
+
+
 def test_criu_loads_the_plugin_and_those_that_it_always_has(tmp_path):
     """No other, also where an earlier dump has left a folder."""
     (tmp_path / "libdir").mkdir()
