@@ -121,6 +121,43 @@ for step in range(STEPS):
 log.write("passed\\n")
 """
 
+# The same with a driver that makes MIB of host memory, all of it zero at first, and fills it in order (fake.py).
+FAKE_COPY = """
+import mmap, os, random, threading, time, zlib
+file = open("libcuda.so.fake", "w+b"); file.write(b"x" * 4096); file.flush()
+held = mmap.mmap(file.fileno(), 4096)
+def out(order):
+    memory = mmap.mmap(-1, MIB << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, len(memory), 4096):
+        memory[at] = 0
+    bits = random.Random(order)
+    for at in range(0, len(memory), 2 << 20):
+        memory[at:at + (2 << 20)] = bits.randbytes(2 << 20)
+    return memory, zlib.crc32(memory)
+def driver():
+    done, memory, sum = "", None, 0
+    while True:
+        order = open("copy").read() if os.path.exists("copy") else ""
+        if order != done:
+            if order.startswith("out"):
+                memory, sum = out(order)
+            else:
+                open("contents", "a").write("same\\n" if zlib.crc32(memory) == sum else "other\\n")
+                memory = None
+            open("copied.new", "w").write(order)
+            os.rename("copied.new", "copied")
+            done = order
+        time.sleep(0.01)
+threading.Thread(target=driver, daemon=True).start()
+log = open("train.log", "a", buffering=1)
+step = 0
+while not os.path.exists("stop"):
+    log.write(f"{step}\\n")
+    step += 1
+    time.sleep(0.02)
+log.write("passed\\n")
+"""
+
 # Bus bandwidth of an all-reduce of 1 GiB over two ranks, GB/s; RANK and the rest come by the environment.
 ALL_REDUCE = """
 import os, torch, torch.distributed as dist

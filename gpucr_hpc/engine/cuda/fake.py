@@ -5,7 +5,9 @@ Its directory holds `gpus.json` (an Inventory, optional), one file of state for 
 or look; WHAT is a number (the call returns this CUresult), `hang`, `slow` (a second), `die` (the worker), or `fail`
 (the process goes to FAILED).
 A process is known by GPUCR_FAKE_GPU of its environment, which survives a restore, else by its pid. One that was
-restored is in the state in which it was dumped, whatever has become of the first since.
+restored is in the state in which it was dumped, whatever has become of the first since. One with GPUCR_FAKE_COPY in
+its environment does what a real driver's thread does in it: it is told "out N" or "back N" in the file `copy` of its
+working directory, makes or gives up host memory, and says the same in `copied`; what is injected comes after that.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from gpucr_hpc.engine.cuda.inventory import Gpu, Inventory
 
 _ILLEGAL_STATE, _INVALID_VALUE = 401, 1
 _GIB = 1 << 30
+_COPIES = {"checkpoint": "out", "restore": "back"}
 _NAMES = {
     1: "CUDA_ERROR_INVALID_VALUE",
     2: "CUDA_ERROR_OUT_OF_MEMORY",
@@ -92,6 +95,8 @@ class FakeDriver:
             yield
 
     def _step(self, call: str, pid: int, wanted: set[State], after: State) -> None:
+        if call in _COPIES and b"GPUCR_FAKE_COPY=" in self._environ(pid) and self.state(pid) in wanted:
+            self._copy(call, pid)
         self._inject(call, pid)
         with self._held():
             found = self._read(pid)
@@ -99,6 +104,15 @@ class FakeDriver:
             if found not in wanted:
                 raise self._failed(call, _ILLEGAL_STATE)
             self._write(pid, after)
+
+    def _copy(self, call: str, pid: int) -> None:
+        """Returns when the process has done it; how long that may take is the caller's affair."""
+        here = Path(f"/proc/{pid}/cwd")
+        order = f"{_COPIES[call]} {time.monotonic_ns()}"
+        (here / "copy.new").write_text(order)
+        (here / "copy.new").rename(here / "copy")
+        while not (here / "copied").exists() or (here / "copied").read_text() != order:
+            time.sleep(0.01)
 
     def _inject(self, call: str, pid: int) -> None:
         with self._held():
@@ -139,12 +153,14 @@ class FakeDriver:
     def _failed(call: str, code: int) -> CallFailed:
         return CallFailed(f"cuCheckpointProcess{call.capitalize()}", code, _NAMES.get(code, "CUDA_ERROR_UNKNOWN"))
 
-    def _name(self, pid: int) -> str:
+    def _environ(self, pid: int) -> bytes:
         try:
-            env = Path(f"/proc/{pid}/environ").read_bytes()
+            return Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             raise self._failed("look", _INVALID_VALUE) from None
-        found = re.search(rb"(?:^|\0)GPUCR_FAKE_GPU=([^\0/]+)", env)
+
+    def _name(self, pid: int) -> str:
+        found = re.search(rb"(?:^|\0)GPUCR_FAKE_GPU=([^\0/]+)", self._environ(pid))
         return found[1].decode() if found else f"pid-{pid}"
 
     def _read(self, pid: int) -> State:
