@@ -1,8 +1,8 @@
 """Seals memory of the host while the GPU driver fills it, before anything is frozen.
 
 Who calls: the participant, around the driver's copy. That takes seconds in which one processor is at work. What it has
-written is read and put into the image as chunks of streams of their own; when the tree is frozen all memory is read
-again, and chunks that are as they were are found by their ids and not stored twice. So nothing depends on when the
+written is read and put into the image as chunks of streams of their own; when the tree is frozen each of them is
+compared with the memory (sealed.py), and what is another then is read and sealed anew. So nothing depends on when the
 driver has done with a page: one that was read too early costs space (docs/format.md, section 2.4).
 """
 

@@ -89,7 +89,7 @@ class StreamWriter:
         for size, source, last in parts(extents, self._part_bytes):
             if isinstance(source, Sealed):
                 self._hand_over(Again(self._means, size, source, before=self._last, keep=self._keep, put=self._put))
-            elif size or self._last is not None:
+            elif size or self._ends_inside_chunk:
                 self._submit(size, source if size else None, last)
             total += size
         return total
@@ -128,7 +128,7 @@ class StreamWriter:
         failure."""
         if self.closed:
             return
-        if self._filled or (self._pages and self._last is not None and not self._last.is_last):
+        if self._filled or (self._pages and self._ends_inside_chunk):
             self._flush(last=True)
         if self._buffer is not None:
             self._means.buffers.give(self._buffer)
@@ -145,6 +145,11 @@ class StreamWriter:
         """Close after success; after an exception the stream stays open, so that finish refuses the image."""
         if kind is None:
             self.close()
+
+    @property
+    def _ends_inside_chunk(self) -> bool:
+        """Whether what has been handed over may end in the middle of a chunk."""
+        return self._last is not None and not self._last.is_last
 
     def _room(self) -> Buffer:
         if self.closed:

@@ -193,12 +193,8 @@ class ImageWriter:
             return
         used = {record for stream in self._streams.values() if not stream.early for record in _records(stream)}
         for stream in early:
-            rest = []
-            for record in _records(stream):
-                if record not in used:
-                    used.add(record)
-                    rest.append(record)
-            own = [record for record in rest if _is_own(record)]
+            own = [record for record in dict.fromkeys(_records(stream)) if record not in used and _is_own(record)]
+            used.update(own)
             stream.keep_only(b"".join(own))
             if not own:
                 del self._streams[stream.name]

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -58,25 +62,55 @@ def test_memory_of_a_file_that_was_changed_is_the_rest(tmp_path):
     memory.close()
 
 
+_GROWING = """
+import mmap, sys
+print("small", flush=True)
+sys.stdin.readline()
+memory = mmap.mmap(-1, 256 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for at in range(0, len(memory), mmap.PAGESIZE):
+    memory[at] = 1
+print("large", flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def growing() -> Iterator[tuple[int, Callable[[], None]]]:
+    """A process of its own, since this one has what other tests have left; and what makes it larger by 256 MiB."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _GROWING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdout.readline() == "small\n"
+
+        def grow() -> None:
+            print(file=child.stdin, flush=True)
+            assert child.stdout.readline() == "large\n"
+
+        yield child.pid, grow
+        child.kill()
+
+
 def test_wanted_with_enough_of_it(monkeypatch):
     """And only then; a process that is gone has nothing."""
-    memory = filled(256)
-    assert not large.wanted([os.getpid()])
-    monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
-    assert large.wanted([1 << 22, os.getpid()])
-    assert not large.wanted([1 << 22])
-    memory.close()
+    with growing() as (pid, grow):
+        grow()
+        assert not large.wanted([pid])
+        monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
+        assert large.wanted([1 << 22, pid])
+        assert not large.wanted([1 << 22])
 
 
 def test_what_is_not_large_need_not_be_measured_again(monkeypatch):
     """Of memory that was added since all is large."""
-    rest = large.measure([os.getpid()]).rest
-    memory = filled(256)
-    monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
-    monkeypatch.setattr(large, "measure", None)
-    assert large.wanted([os.getpid()], rest)
-    assert not large.wanted([os.getpid()], large.REST_BYTES)
-    memory.close()
+    with growing() as (pid, grow):
+        rest = large.measure([pid]).rest
+        grow()
+        monkeypatch.setattr(large, "LARGE_BYTES", 256 * MIB)
+        monkeypatch.setattr(large, "measure", None)
+        assert large.wanted([pid], rest)
+        assert not large.wanted([pid], large.REST_BYTES)
 
 
 def test_criu_loads_the_plugin_and_those_that_it_always_has(tmp_path):
